@@ -1,0 +1,152 @@
+// dhu and everything that follows from it element by element, before it leaves the registers.
+//
+//   dhu = tc(dy, W_down^T)                       float32, in the accumulators of a 64 x 256 warpgroup tile
+//   h = bf16((gate * s) * up), s = sigmoid(gate)     dh = w * dhu     hw = bf16(w * h)
+//   d_up = bf16(dh * (gate * s))     d_gate = bf16((dh * up) * (s * (1 + gate * (1 - s))))
+//   d_topk_weights = dot128(dhu * h): block sums here, their sum in `push_d_weights`
+//
+// NumPy twin: mok_ref/experts.py: expert_backward, mok_ref/swiglu.py: swiglu_backward.
+// Executed by: multiplying warps. gate and up arrive by TMA as four more stages of the operand ring (64 columns
+// each: gate in the first 16 KB, up in the second); a warp reads its 16 rows by ldmatrix and writes d_gate, d_up
+// (in place) and hw (third 16 KB) by stmatrix. A storing warp sends the stage's three tiles to global memory
+// and gives the stage back.
+// Rows behind `valid` and columns behind I come out as +0 whatever the weights hold: dW reads them.
+#pragma once
+#include "backward_dx.cuh"
+
+namespace mok {
+
+constexpr u32 kHalfStage = 2 * kBoxBytes;  // 128 rows of 64 columns
+
+// Clamp of gate and up (spec eq. 5.1c); sigmoid(limit) apart, because the limit need not be a bf16 value.
+struct SwigluLimit {
+  float limit, sigmoid_of_limit;
+};
+
+struct HiddenElement {
+  float d_gate, d_up, h;
+};
+
+template <bool kClamp>
+MOK_DEVICE HiddenElement hidden_backward(float gate, float up, float dh, const SwigluLimit& clamp) {
+  if constexpr (!kClamp) {
+    const SwigluGradient g = swiglu_backward_element(gate, up, dh);
+    return HiddenElement{g.d_gate, g.d_up, g.h};
+  } else {
+    const float g = clamp_gate(gate, clamp.limit), u = clamp_up(up, clamp.limit);
+    const bool gate_clamped = gate > clamp.limit, up_clamped = up > clamp.limit || up < -clamp.limit;
+    const float s = gate_clamped ? clamp.sigmoid_of_limit : sigmoid_bf16(gate);
+    const float silu = __fmul_rn(g, s);
+    const float slope = __fmul_rn(s, __fadd_rn(1.0f, __fmul_rn(g, __fsub_rn(1.0f, s))));
+    return HiddenElement{gate_clamped ? 0.0f : __fmul_rn(__fmul_rn(dh, u), slope),
+                         up_clamped ? 0.0f : __fmul_rn(dh, silu), __fmul_rn(silu, u)};
+  }
+}
+
+// Two adjacent columns of one row: packed d_gate, d_up, hw; `dot` continues S_q of dot128.
+struct HiddenPair {
+  u32 d_gate, d_up, hw;
+};
+
+template <bool kClamp>
+MOK_DEVICE HiddenPair hidden_backward_pair(u32 gate, u32 up, float dhu_low, float dhu_high, float weight,
+                                           const SwigluLimit& clamp, float& dot) {
+  const HiddenElement a =
+      hidden_backward<kClamp>(bf16_low(gate), bf16_low(up), __fmul_rn(weight, dhu_low), clamp);
+  const HiddenElement b =
+      hidden_backward<kClamp>(bf16_high(gate), bf16_high(up), __fmul_rn(weight, dhu_high), clamp);
+  const u32 h = pack_bf16x2(a.h, b.h);
+  dot = __fadd_rn(dot, __fmul_rn(dhu_low, bf16_low(h)));
+  dot = __fadd_rn(dot, __fmul_rn(dhu_high, bf16_high(h)));
+  return HiddenPair{pack_bf16x2(a.d_gate, b.d_gate), pack_bf16x2(a.d_up, b.d_up),
+                    pack_bf16x2(__fmul_rn(weight, bf16_low(h)), __fmul_rn(weight, bf16_high(h)))};
+}
+
+// What a thread needs of its two rows (r and r + 8 of the warp's 16).
+struct HiddenRows {
+  float weight[2];
+  u32 keep[2];         // all ones for a route, 0 for padding: gate and up of padding are whatever memory held
+  float* partial[2];   // block sums of the row for this tile's columns, null: no dot (shared expert, padding)
+  i64 partial_stride;  // between column blocks
+};
+
+// +0 for rows behind `valid` and columns behind `columns`.
+MOK_DEVICE void mask_tile(float (&d)[128], i32 row, i32 valid, i32 column, i32 columns) {
+#pragma unroll
+  for (i32 i = 0; i < 32; ++i) {
+#pragma unroll
+    for (i32 j = 0; j < 4; ++j) {
+      const bool inside = row + (j >> 1) * 8 < valid && column + 8 * i + (j & 1) < columns;
+      if (!inside) d[4 * i + j] = 0.0f;
+    }
+  }
+}
+
+// (S_0 + S_1) + (S_2 + S_3) over the four lanes that share a row.
+MOK_DEVICE void store_block_sum(float s, float* target) {
+  s = __fadd_rn(s, __shfl_xor_sync(kFullWarp, s, 1));
+  s = __fadd_rn(s, __shfl_xor_sync(kFullWarp, s, 2));
+  if (threadIdx.x % 4 == 0 && target != nullptr) *target = s;
+}
+
+// The whole epilogue of a hidden tile for one multiplying warp: four stages of 64 columns.
+template <bool kClamp>
+MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, u32& piece,
+                                i32 group, const HiddenRows& rows, const SwigluLimit& clamp) {
+  const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % 4;
+  const i32 fragment_row = warp * 16 + lane % 16;
+  const u32 row_offset = group * kBoxBytes + fragment_row * 128;
+  float dot[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (i32 chunk = 0; chunk < 4; ++chunk) {
+    mbarrier_wait(layout.full(cursor.index), cursor.parity);
+    const u32 base = layout.tile_a(cursor.index) + row_offset;
+#pragma unroll
+    for (i32 u = 0; u < 8; u += 2) {
+      const u32 at = base + (((u + lane / 16) ^ (fragment_row & 7)) << 4);
+      const i32 o = chunk * 32 + u * 4;
+      u32 gate[4], up[4];
+      ldmatrix_x4(at, gate[0], gate[1], gate[2], gate[3]);
+      ldmatrix_x4(at + kHalfStage, up[0], up[1], up[2], up[3]);
+      HiddenPair pair[4];
+#pragma unroll
+      for (i32 j = 0; j < 4; ++j) {
+        pair[j] = hidden_backward_pair<kClamp>(gate[j] & rows.keep[j & 1], up[j] & rows.keep[j & 1], d[o + 2 * j],
+                                               d[o + 2 * j + 1], rows.weight[j & 1], clamp, dot[j & 1]);
+      }
+      stmatrix_x4(at, pair[0].d_gate, pair[1].d_gate, pair[2].d_gate, pair[3].d_gate);
+      stmatrix_x4(at + kHalfStage, pair[0].d_up, pair[1].d_up, pair[2].d_up, pair[3].d_up);
+      stmatrix_x4(at + 2 * kHalfStage, pair[0].hw, pair[1].hw, pair[2].hw, pair[3].hw);
+    }
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(layout.piece_full(group, piece & 3));
+    ++piece;
+    cursor.advance();
+    if (chunk & 1) {
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r) {
+        float* target = rows.partial[r];
+        store_block_sum(dot[r], target == nullptr ? nullptr : target + (chunk >> 1) * rows.partial_stride);
+        dot[r] = 0.0f;
+      }
+    }
+  }
+}
+
+// Storing warp: block sums of a row block in ascending order, pushed to the owners of the tokens.
+// Executed by one warp per 64 rows, once per row block, after all hidden tiles of the block.
+MOK_DEVICE void push_d_weights(const LayerParams& layer, const DgradParams& params, i32 block, i32 valid, i32 group) {
+  const i64 ring_rows = static_cast<i64>(params.macro_blocks) * kRowTile;
+  const i64 macro_row = params.macro_index * ring_rows;
+  const i32 num_blocks = ceil_div(layer.intermediate_size, kDotBlock);
+  for (i32 r = group * 64 + threadIdx.x % kWarpSize; r < min(valid, group * 64 + 64); r += kWarpSize) {
+    const i64 ring_row = static_cast<i64>(block) * kRowTile + r;
+    float acc = 0.0f;
+    for (i32 b = 0; b < num_blocks; ++b) acc = __fadd_rn(acc, __ldcg(params.dot_partial + b * ring_rows + ring_row));
+    const i32 peer = layer.peer_rank[macro_row + ring_row];
+    if (peer >= 0) peer_buffer<float>(layer, kDTopkWeights, peer)[layer.peer_row[macro_row + ring_row]] = acc;
+  }
+}
+
+}  // namespace mok

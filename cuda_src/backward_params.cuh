@@ -1,0 +1,93 @@
+// What the two Hopper backward kernels are given beside LayerParams: tensor maps, buffers, counters.
+//
+// NumPy twin: mok_ref/gpu/hopper_backward.py (DGRAD_PARAMS, WGRAD_PARAMS and the map names, same order).
+// Add fields at the END only, in both files.
+#pragma once
+#include "params.cuh"
+#include "ptx.cuh"
+
+namespace mok {
+
+// Every bf16 map is three-dimensional (columns, rows, experts) with a box of 64 columns and 64 rows, 128-byte
+// swizzle: the box is an 8 KB block of a K-major operand as well as of an MN-major one, so nothing is ever
+// transposed in memory. What lies outside the matrix arrives as +0 and is not stored: H and I need only be
+// multiples of 8.
+struct DgradOperands {
+  TensorMap dy, x;                   // [rows, H]
+  TensorMap d_gate, d_up, hw;        // [rows, I] written by the hidden tiles, d_gate and d_up read by dx tiles
+  TensorMap w_gate, w_up, w_down;    // [experts, I, H], [experts, I, H], [experts, H, I]
+  TensorMap gate_saved, up_saved;    // [max_saved_rows, I] by global row
+  TensorMap gate_again, up_again;    // [rows, I] by ring row: made again by this kernel
+};
+
+struct DgradMaps {
+  DgradOperands routed;   // rows = ring rows of the macrobatch
+  DgradOperands shared;   // rows = this rank's tokens, one expert; no map of it is used without a shared expert
+};
+
+struct DgradParams {
+  i32 macro_index;         // macrobatch that this launch treats; the shared expert goes with macrobatch 0
+  i32 macro_blocks;        // row blocks of the rings
+  i32 mini_blocks;         // row blocks walked together
+  i32 x_in_ring;           // 1: forward left the x rows of this macrobatch in the ring
+  i32 shared_saved_rows;   // tokens whose shared gate and up forward kept: all or none
+  i32 shared_blocks;       // row blocks that `counters` has room for on the shared expert's side
+  u32* counters;           // DgradCounters, zero at launch
+  u16* dy_ring;            // [macro rows, H]
+  u16* x_ring;             // [macro rows, H]
+  u16* gate_again;         // [macro rows, I]
+  u16* up_again;           // [macro rows, I]
+  u16* shared_gate_again;  // [tokens, Is]
+  u16* shared_up_again;    // [tokens, Is]
+  u16* shared_dx;          // [tokens, H]
+  float* dot_partial;      // [ceil(I / 128)][macro rows] block sums of dot128
+};
+
+// The counters of one dgrad launch. All of them only grow, and none is shared between launches.
+struct DgradCounters {
+  u32* base;
+  i32 macro_blocks;
+
+  MOK_DEVICE u32* tile_ticket() const { return base; }
+  MOK_DEVICE u32* pull_ticket() const { return base + 32; }
+  MOK_DEVICE u32* dy_ready(i32 block) const { return base + 64 + block; }
+  MOK_DEVICE u32* x_ready(i32 block) const { return base + 64 + macro_blocks + block; }
+  MOK_DEVICE u32* again_ready(i32 block) const { return base + 64 + 2 * macro_blocks + block; }
+  MOK_DEVICE u32* hidden_ready(i32 block) const { return base + 64 + 3 * macro_blocks + block; }
+  MOK_DEVICE u32* shared_again_ready(i32 block) const { return base + 64 + 4 * macro_blocks + block; }
+  MOK_DEVICE u32* shared_hidden_ready(i32 block, i32 shared_blocks) const {
+    return base + 64 + 4 * macro_blocks + shared_blocks + block;
+  }
+};
+
+// Products whose K axis is rows: dW = rows_out^T rows_in.
+constexpr i32 kWgradProducts = 4;
+
+struct WgradMaps {
+  TensorMap rows_out[kWgradProducts];      // [rows, M] bf16: dy, d_gate, d_up (, d_logits)
+  TensorMap rows_in[kWgradProducts];       // [rows, N] bf16: hw, x, x (, x)
+  TensorMap gradient32[kWgradProducts];    // [experts, M, N] float32, box of 32 columns and 64 rows
+  TensorMap gradient16[kWgradProducts];    // [experts, M, N] bf16, box of 64 columns and 64 rows
+  TensorMap straddling[kWgradProducts];    // [2, M, N] float32: chains that end in a later launch
+};
+
+enum GradientType : i32 { kFloat32Gradient = 0, kBf16Gradient = 1 };
+
+struct WgradParams {
+  i32 macro_index;              // routed: macrobatch of this launch
+  i32 macro_blocks;
+  i32 num_products;
+  i32 gradient_type;            // what the finished chain is stored as
+  i32 start_type;               // GradientType of `start`
+  i32 accumulate;               // 1: chains begin with `start` instead of +0
+  i32 first_tile;               // chain kernel: its share of the tiles
+  i32 end_tile;
+  i32 num_rows;                 // chain kernel: tokens of this rank
+  i32 rows[kWgradProducts];     // M of each product
+  i32 columns[kWgradProducts];  // N of each product
+  u32* ticket;                  // zero at launch
+  const void* start[kWgradProducts];              // [experts, M, N] where a chain begins
+  const float* straddling[kWgradProducts];        // [2, M, N]
+};
+
+}  // namespace mok

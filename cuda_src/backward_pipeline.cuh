@@ -1,0 +1,224 @@
+// The machine under both backward kernels: a ring of operand tiles in shared memory and a queue of tasks.
+//
+// Executed by: CTAs of 384 threads. Warpgroup 0 helps: warp 0 draws tickets and loads operands by TMA, warps 1
+// and 2 store what warpgroups 1 and 2 made, warp 3 pulls rows. Warpgroups 1 and 2 multiply: rows 0..63 and
+// 64..127 of a 128 x 256 tile, K in blocks of 64.
+// Synchronisation: one mbarrier pair per ring stage (full: bytes of TMA; empty: 8 arrivals) and per slot of the
+// task queue (full: the producer; empty: 8 multiplying and 2 storing warps). Nothing here waits for another CTA.
+#pragma once
+#include "check.cuh"
+#include "ptx.cuh"
+#include "tensor_core.cuh"
+
+namespace mok {
+
+constexpr i32 kThreads = 384;
+constexpr i32 kTileRows = 128;          // rows of a tile, 64 per multiplying warpgroup
+constexpr i32 kTileColumns = 256;
+constexpr i32 kDepthBlock = 64;         // K of one ring stage
+constexpr u32 kBoxBytes = 8192;         // 64 x 64 bf16
+constexpr i32 kStages = 4;
+constexpr u32 kTileABytes = 2 * kBoxBytes;
+constexpr u32 kTileBBytes = 4 * kBoxBytes;
+constexpr u32 kStageBytes = kTileABytes + kTileBBytes;
+constexpr i32 kTaskSlots = 4;
+constexpr i32 kMathWarps = 8;
+constexpr u32 kStagingBytes = 4096;     // per multiplying warp
+constexpr i32 kHelperRegisters = 56;
+constexpr i32 kMathRegisters = 224;
+
+// One tile to make, written by the producer warp for the other warps of its CTA.
+struct alignas(16) TileTask {
+  i32 kind;       // TaskKind; kTaskEnd: no more work
+  i32 block;      // row block (dgrad) or first row of the tile in dW (wgrad)
+  i32 column;     // first column of the tile
+  i32 valid;      // rows of the tile that count, 1..128
+  i32 depth;      // k-blocks of 64
+  i32 batch;      // expert
+  i32 flags;
+  i32 reserved;
+};
+
+enum TaskKind : i32 {
+  kTaskEnd = 0,
+  kTaskGateUp = 1,     // gate or up made again
+  kTaskHidden = 2,     // dhu and what follows from it
+  kTaskInput = 3,      // dx
+  kTaskWeight = 4,     // dW
+};
+
+// Addresses in dynamic shared memory (1024-byte aligned base).
+struct SharedLayout {
+  u32 base;
+
+  static constexpr u32 kStagingOffset = kStages * kStageBytes;
+  static constexpr u32 kTaskOffset = kStagingOffset + kMathWarps * kStagingBytes;
+  static constexpr u32 kBarrierOffset = kTaskOffset + kTaskSlots * sizeof(TileTask);
+  static constexpr i32 kNumBarriers = 2 * kStages + 2 * kTaskSlots + 4 * 4;
+  static constexpr u32 kBytes = kBarrierOffset + 8 * kNumBarriers;
+
+  MOK_DEVICE u32 tile_a(u32 stage) const { return base + stage * kStageBytes; }
+  MOK_DEVICE u32 tile_b(u32 stage) const { return tile_a(stage) + kTileABytes; }
+  MOK_DEVICE u32 staging(u32 warp) const { return base + kStagingOffset + warp * kStagingBytes; }
+  MOK_DEVICE u32 task(u32 slot) const { return base + kTaskOffset + slot * static_cast<u32>(sizeof(TileTask)); }
+  MOK_DEVICE u32 barrier(u32 index) const { return base + kBarrierOffset + 8 * index; }
+  MOK_DEVICE u32 full(u32 stage) const { return barrier(stage); }
+  MOK_DEVICE u32 empty(u32 stage) const { return barrier(kStages + stage); }
+  MOK_DEVICE u32 task_full(u32 slot) const { return barrier(2 * kStages + slot); }
+  MOK_DEVICE u32 task_empty(u32 slot) const { return barrier(2 * kStages + kTaskSlots + slot); }
+  // Per multiplying warpgroup: pieces handed to its storing warp, and handed back.
+  MOK_DEVICE u32 piece_full(u32 group, u32 piece) const {
+    return barrier(2 * kStages + 2 * kTaskSlots + group * 4 + piece);
+  }
+  MOK_DEVICE u32 piece_empty(u32 group, u32 piece) const {
+    return barrier(2 * kStages + 2 * kTaskSlots + 8 + group * 4 + piece);
+  }
+};
+
+constexpr u32 kSharedBytes = SharedLayout::kBytes;
+static_assert(kSharedBytes <= 232448, "shared memory of one CTA");
+
+MOK_DEVICE SharedLayout init_pipeline(const void* shared) {
+  const SharedLayout layout{shared_address(shared)};
+  if (threadIdx.x == 0) {
+    for (i32 s = 0; s < kStages; ++s) {
+      mbarrier_init(layout.full(s), 1);
+      mbarrier_init(layout.empty(s), kMathWarps);
+    }
+    for (i32 s = 0; s < kTaskSlots; ++s) {
+      mbarrier_init(layout.task_full(s), 1);
+      mbarrier_init(layout.task_empty(s), kMathWarps + 2);
+    }
+    for (i32 p = 0; p < 8; ++p) {
+      mbarrier_init(layout.piece_full(p >> 2, p & 3), 4);
+      mbarrier_init(layout.piece_empty(p >> 2, p & 3), 1);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  return layout;
+}
+
+// Position in a ring of `kSize` buffers: index and the parity of its current turn.
+template <i32 kSize>
+struct RingCursor {
+  u32 index = 0, parity = 0;
+
+  MOK_DEVICE void advance() {
+    if (++index == kSize) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+  MOK_DEVICE void skip(u32 count) {
+    const u32 position = index + count;
+    parity ^= (position / kSize) & 1;
+    index = position % kSize;
+  }
+};
+
+using StageCursor = RingCursor<kStages>;
+using TaskCursor = RingCursor<kTaskSlots>;
+
+// ---- task queue ----
+
+// Producer lane: hands `task` to the multiplying and storing warps.
+MOK_DEVICE void publish_task(const SharedLayout& layout, TaskCursor& cursor, const TileTask& task) {
+  mbarrier_wait(layout.task_empty(cursor.index), cursor.parity ^ 1);
+  const u32 slot = layout.task(cursor.index);
+  st_shared_v4(slot, task.kind, task.block, task.column, task.valid);
+  st_shared_v4(slot + 16, task.depth, task.batch, task.flags, task.reserved);
+  mbarrier_arrive(layout.task_full(cursor.index));
+  cursor.advance();
+}
+
+// Whole warp: the next task. The warp gives the slot back with `release_task` when it needs it no more.
+MOK_DEVICE TileTask read_task(const SharedLayout& layout, const TaskCursor& cursor) {
+  mbarrier_wait(layout.task_full(cursor.index), cursor.parity);
+  const u32 slot = layout.task(cursor.index);
+  const uint4 a = ld_shared_v4(slot), b = ld_shared_v4(slot + 16);
+  return TileTask{static_cast<i32>(a.x), static_cast<i32>(a.y), static_cast<i32>(a.z), static_cast<i32>(a.w),
+                  static_cast<i32>(b.x), static_cast<i32>(b.y), static_cast<i32>(b.z), static_cast<i32>(b.w)};
+}
+
+MOK_DEVICE void release_task(const SharedLayout& layout, TaskCursor& cursor) {
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(layout.task_empty(cursor.index));
+  cursor.advance();
+}
+
+// ---- operands ----
+
+// Where an operand tile lies: the box of k-block 0; k-block k is 64 elements further along K.
+struct Operand {
+  const TensorMap* map;
+  i32 column, row, batch;
+};
+
+template <Major kMajor, i32 kBoxes>
+MOK_DEVICE void load_operand(u32 tile, const Operand& operand, i32 k, u32 barrier) {
+#pragma unroll
+  for (i32 box = 0; box < kBoxes; ++box) {
+    const i32 column = operand.column + kDepthBlock * (kMajor == Major::kK ? k : box);
+    const i32 row = operand.row + kDepthBlock * (kMajor == Major::kK ? box : k);
+    tma_load_3d(tile + box * kBoxBytes, operand.map, column, row, operand.batch, barrier);
+  }
+}
+
+// Producer lane: `depth` k-blocks of A (128 rows) and B (256 columns) into the ring.
+template <Major kMajorA, Major kMajorB>
+MOK_DEVICE void load_product(const SharedLayout& layout, StageCursor& cursor, const Operand& a, const Operand& b,
+                             i32 depth) {
+  for (i32 k = 0; k < depth; ++k) {
+    mbarrier_wait(layout.empty(cursor.index), cursor.parity ^ 1);
+    const u32 full = layout.full(cursor.index);
+    mbarrier_arrive_expect_tx(full, kStageBytes);
+    load_operand<kMajorA, 2>(layout.tile_a(cursor.index), a, k, full);
+    load_operand<kMajorB, 4>(layout.tile_b(cursor.index), b, k, full);
+    cursor.advance();
+  }
+}
+
+// ---- products ----
+
+MOK_DEVICE void release_stage(const SharedLayout& layout, u32 stage) {
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(layout.empty(stage));
+}
+
+// Multiplying warp without rows in this tile: passes the stages through.
+MOK_DEVICE void skip_stages(const SharedLayout& layout, StageCursor& cursor, i32 count) {
+  for (i32 k = 0; k < count; ++k) {
+    mbarrier_wait(layout.full(cursor.index), cursor.parity);
+    __syncwarp();
+    release_stage(layout, cursor.index);
+    cursor.advance();
+  }
+}
+
+// d = tc(a, b, scale_d ? d : +0) over `depth` >= 1 k-blocks, K ascending, one accumulator per output.
+// Warpgroup `group` takes rows 64 group .. 64 group + 63 of the tile.
+template <Major kMajorA, Major kMajorB>
+MOK_DEVICE void multiply(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 depth, i32 group,
+                         i32 scale_d) {
+  mbarrier_wait(layout.full(cursor.index), cursor.parity);
+  wgmma_fence();
+  tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index),
+                           scale_d);
+  wgmma_commit();
+  u32 previous = cursor.index;
+  cursor.advance();
+  for (i32 k = 1; k < depth; ++k) {
+    mbarrier_wait(layout.full(cursor.index), cursor.parity);
+    wgmma_fence();
+    tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), 1);
+    wgmma_commit();
+    wgmma_wait<1>();
+    release_stage(layout, previous);
+    previous = cursor.index;
+    cursor.advance();
+  }
+  wgmma_wait<0>();
+  release_stage(layout, previous);
+}
+
+}  // namespace mok

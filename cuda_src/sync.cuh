@@ -1,0 +1,62 @@
+// Memory ordering: loads, adds and fences, named after instruction, order and scope.
+//
+// Every cross-CTA or cross-rank hand-over in the project goes through these functions:
+// the writer finishes its stores and adds with release, the reader loads with acquire.
+// Reads/writes: single u32 words in global memory. No function here waits; bounded waits are in check.cuh.
+#pragma once
+#include "config.cuh"
+
+namespace mok {
+
+MOK_DEVICE u32 ld_acquire_gpu(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+MOK_DEVICE u32 ld_acquire_sys(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+MOK_DEVICE u32 ld_relaxed_gpu(const u32* word) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+MOK_DEVICE void red_release_gpu(u32* word, u32 value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+MOK_DEVICE void red_release_sys(u32* word, u32 value) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+MOK_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+MOK_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Order ordinary accesses against the copy engine's (async proxy). Global: after acquiring a counter, before
+// TMA reads what ordinary stores wrote. Shared: between ordinary accesses and TMA or wgmma on the same bytes.
+MOK_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+MOK_DEVICE void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Draws the next number of a ticket counter. Relaxed: a ticket orders nothing by itself.
+MOK_DEVICE u32 draw_ticket(u32* ticket) {
+  u32 number;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(number) : "l"(ticket) : "memory");
+  return number;
+}
+
+MOK_DEVICE u64 global_timer_ns() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+}  // namespace mok

@@ -1,0 +1,166 @@
+"""Hardware as data: rates, sizes and topology, each figure with its source.
+
+Figures live in `data/hardware/*.toml` and in files a user writes in the same form. Nothing in the
+planner knows a machine by name: what is not in the file cannot influence a prediction.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from .errors import require
+
+DATA = Path(__file__).parent / "data" / "hardware"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """GPUs in domains of equal size; inside a domain every GPU reads every other's memory.
+
+    Rates are per GPU, in bytes or floating-point operations per second. `link_bytes_per_s` is one
+    direction of the domain's network (NVLink), `network_bytes_per_s` one direction of the slower
+    network that joins domains; both are nominal and are multiplied by the measured efficiencies.
+    `sustained_*` is what power allows for seconds, `burst_bf16_flops` what the clock allows.
+    """
+
+    name: str
+    title: str
+    arch: str
+    gpus_per_domain: int
+    num_domains: int
+    num_sms: int
+    memory_bytes: float
+    peak_bf16_flops: float
+    peak_fp8_flops: float
+    sustained_bf16_flops: float
+    sustained_fp8_flops: float
+    burst_bf16_flops: float
+    native_mxfp8: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    combine_bytes_per_s: float
+    link_bytes_per_s: float
+    pull_efficiency: float
+    push_efficiency: float
+    sm_link_bytes_per_s: float
+    network_bytes_per_s: float
+    network_efficiency: float
+    barrier_us: float
+    link_latency_us: float
+    network_latency_us: float
+    sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.gpus_per_domain * self.num_domains
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second and direction that rows reach in practice inside a domain."""
+        return self.link_bytes_per_s * min(self.pull_efficiency, self.push_efficiency)
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes per second and direction that rows reach in practice between domains."""
+        return self.network_bytes_per_s * self.network_efficiency
+
+    def with_gpus(self, num_gpus: int) -> Hardware:
+        """The same machine cut down or extended to `num_gpus`, in whole domains if more than one.
+
+        Raises: ValueError if more than one domain would be needed and not filled.
+        """
+        require(num_gpus >= 1, f"num_gpus must be at least 1, got {num_gpus=}")
+        if num_gpus <= self.gpus_per_domain:
+            return replace(self, gpus_per_domain=num_gpus, num_domains=1)
+        whole = -(-num_gpus // self.gpus_per_domain)
+        size = num_gpus // whole
+        require(
+            size * whole == num_gpus,
+            f"num_gpus must fill equal domains of at most {self.gpus_per_domain}, got {num_gpus=}",
+        )
+        return replace(self, gpus_per_domain=size, num_domains=whole)
+
+    def domain_of(self, gpu: int) -> int:
+        return gpu // self.gpus_per_domain
+
+
+TEXT_FIELDS = ("name", "title", "arch")
+COUNT_FIELDS = ("gpus_per_domain", "num_domains")
+FIGURES = tuple(
+    f.name for f in fields(Hardware) if f.name not in (*TEXT_FIELDS, *COUNT_FIELDS, "sources")
+)
+MAY_BE_ZERO = ("network_bytes_per_s", "native_mxfp8")
+
+
+def parse_hardware(text: str, where: str) -> Hardware:
+    """Read one hardware description.
+
+    Raises: ValueError naming the file and the figure that is missing, extra or out of range.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where}: not a TOML file: {error}") from None
+    figures = table.pop("figures", {})
+    missing = [key for key in (*TEXT_FIELDS, *COUNT_FIELDS) if key not in table]
+    missing += [key for key in FIGURES if key not in figures]
+    extra = [*(set(table) - {*TEXT_FIELDS, *COUNT_FIELDS}), *(set(figures) - set(FIGURES))]
+    require(not missing, f"{where}: missing {', '.join(missing)}")
+    require(not extra, f"{where}: unknown {', '.join(sorted(extra))}")
+    values, sources = {}, {}
+    for key in FIGURES:
+        values[key], sources[key] = parse_figure(figures[key], key, where)
+    for key in COUNT_FIELDS:
+        count = table[key]
+        require(
+            isinstance(count, int) and not isinstance(count, bool) and count >= 1,
+            f"{where}: {key} must be an integer >= 1, got {count!r}",
+        )
+    values["num_sms"] = int(values["num_sms"])
+    return Hardware(**table, **values, sources=sources)
+
+
+def parse_figure(entry: object, key: str, where: str) -> tuple[float, str]:
+    """One `{ value = number, source = "text" }`: the number in range, the source not empty."""
+    require(
+        isinstance(entry, dict) and set(entry) == {"value", "source"},
+        f"{where}: {key} must be {{ value = number, source = text }}, got {entry!r}",
+    )
+    assert isinstance(entry, dict)
+    value, source = entry["value"], entry["source"]
+    require(
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e30,
+        f"{where}: {key}.value must be a number >= 0, got {value!r}",
+    )
+    require(value > 0 or key in MAY_BE_ZERO, f"{where}: {key}.value must be above 0, got {value!r}")
+    require(
+        isinstance(source, str) and bool(source.strip()),
+        f"{where}: {key}.source must say where the figure is from, got {source!r}",
+    )
+    return float(value), source
+
+
+def known_hardware() -> list[str]:
+    """Names that `load_hardware` accepts besides paths."""
+    return sorted(path.stem for path in DATA.glob("*.toml"))
+
+
+def load_hardware(name_or_path: str | Path | Hardware) -> Hardware:
+    """A machine by its name, or from a TOML file of the user's.
+
+    Raises: ValueError if it is neither, or if the file is wrong.
+    """
+    if isinstance(name_or_path, Hardware):
+        return name_or_path
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        require(
+            str(name_or_path) in known_hardware(),
+            f"hardware must be one of {', '.join(known_hardware())} or a .toml file, "
+            f"got {str(name_or_path)!r}",
+        )
+        path = DATA / f"{name_or_path}.toml"
+    require(path.is_file(), f"hardware file must exist, got {str(path)!r}")
+    return parse_hardware(path.read_text(encoding="utf-8"), path.name)

@@ -1,0 +1,202 @@
+"""Model descriptions: what a mixture-of-experts language model is made of, as data.
+
+Files in `data/models/*.toml`, or a user's file or dict in the same form. The planner reads sizes,
+`compile` reads the routing too.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .errors import require
+
+DATA = Path(__file__).parent / "data" / "models"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Heads and, for latent attention (q_lora_rank > 0), the ranks of its compressed parts."""
+
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of one layer's attention (projections only; norms are negligible)."""
+        heads, dim = self.num_heads, self.head_dim
+        if not self.kv_lora_rank:
+            return hidden_size * dim * 2 * (heads + self.num_kv_heads)
+        query = hidden_size * self.q_lora_rank + self.q_lora_rank * heads * (
+            dim + self.rope_head_dim
+        )
+        key_value = hidden_size * (self.kv_lora_rank + self.rope_head_dim)
+        key_value += self.kv_lora_rank * heads * (dim + self.value_head_dim)
+        return query + key_value + heads * self.value_head_dim * hidden_size
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts: the options of `mok_ref.routing` that a description may name."""
+
+    score: str = "softmax"
+    num_groups: int = 1
+    keep_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """H hidden_size, I intermediate_size, E num_experts, K top_k; layers without experts apart."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    num_layers: int = 1
+    num_dense_layers: int = 0
+    dense_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
+    vocab_size: int = 0
+    title: str = ""
+    source: str = "user"
+    attention: Attention = Attention()
+    routing: Routing = Routing()
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type != "int":
+                continue
+            least = 1 if f.name in REQUIRED else 0
+            require(
+                isinstance(value, int) and not isinstance(value, bool) and value >= least,
+                f"{f.name} must be an integer >= {least}, got {value!r}",
+            )
+        require(
+            self.num_dense_layers < self.num_layers,
+            "num_dense_layers must be below num_layers, got "
+            f"num_dense_layers={self.num_dense_layers}, num_layers={self.num_layers}",
+        )
+        require(
+            self.num_experts % self.routing.num_groups == 0,
+            "num_experts must be divisible by num_groups, got "
+            f"num_experts={self.num_experts}, num_groups={self.routing.num_groups}",
+        )
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert: gate, up and down."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def all_expert_parameters(self) -> int:
+        return self.num_moe_layers * self.num_experts * self.expert_parameters
+
+    @property
+    def replicated_parameters(self) -> int:
+        """Weights that every data-parallel rank holds: attention, dense and shared MLPs, router,
+        embedding and output (untied)."""
+        per_layer = self.attention.num_parameters(self.hidden_size)
+        dense = 3 * self.hidden_size * self.dense_intermediate_size
+        shared = 3 * self.hidden_size * self.shared_intermediate_size
+        router = self.hidden_size * self.num_experts
+        return (
+            self.num_layers * per_layer
+            + self.num_dense_layers * dense
+            + self.num_moe_layers * (shared + router)
+            + 2 * self.vocab_size * self.hidden_size
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        return self.all_expert_parameters + self.replicated_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights one token meets, the embedding table apart."""
+        chosen = self.num_moe_layers * self.top_k * self.expert_parameters
+        return chosen + self.replicated_parameters - self.vocab_size * self.hidden_size
+
+
+REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_experts",
+    "top_k",
+    "num_layers",
+)
+
+
+def known_models() -> list[str]:
+    """Names that `load_model` accepts besides paths and dicts."""
+    return sorted(path.stem for path in DATA.glob("*.toml"))
+
+
+def model_from_table(table: Mapping[str, Any], where: str) -> ModelDescription:
+    """Build a description from a TOML table or a dict of the same form.
+
+    Raises: ValueError naming an unknown or missing key.
+    """
+    values = dict(table)
+    values.setdefault("name", where)
+    parts = {"attention": Attention, "routing": Routing}
+    for key, kind in parts.items():
+        if isinstance(values.get(key), Mapping):
+            refuse_unknown(values[key], kind, f"{where}: {key}")
+            values[key] = kind(**values[key])
+    refuse_unknown(values, ModelDescription, where)
+    missing = [key for key in REQUIRED[:4] if key not in values]
+    require(not missing, f"{where}: missing {', '.join(missing)}")
+    return ModelDescription(**values)
+
+
+def refuse_unknown(values: Mapping[str, Any], kind: type, where: str) -> None:
+    allowed = {f.name for f in fields(kind)}
+    unknown = sorted(set(values) - allowed)
+    require(not unknown, f"{where}: unknown {', '.join(unknown)}")
+
+
+def load_model(model: str | Path | Mapping[str, Any] | ModelDescription) -> ModelDescription:
+    """A model by name, from a TOML file, or from a dict.
+
+    Raises: ValueError if it is none of these, or wrong.
+    """
+    if isinstance(model, ModelDescription):
+        return model
+    if isinstance(model, Mapping):
+        return model_from_table(model, str(model.get("name", "model")))
+    path = Path(model)
+    if path.suffix != ".toml":
+        require(
+            str(model) in known_models(),
+            f"model must be one of {', '.join(known_models())} or a .toml file, got {str(model)!r}",
+        )
+        path = DATA / f"{model}.toml"
+    require(path.is_file(), f"model file must exist, got {str(path)!r}")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path.name}: not a TOML file: {error}") from None
+    return model_from_table(table, path.stem)
+
+
+def layer_model(
+    hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, **rest: Any
+) -> ModelDescription:
+    """A description of a single layer, for predictions of one kernel."""
+    base = ModelDescription("layer", hidden_size, intermediate_size, num_experts, top_k)
+    return replace(base, **rest)

@@ -1,0 +1,334 @@
+"""What one stage of the kernel costs on one GPU: gate/up, down, dgrad, wgrad, combine.
+
+    seconds = max(issue, power, memory)
+
+    issue    tiles * (k_blocks * t_block + t_epilogue) / SMs          what the clock allows
+    power    FLOPs / sustained FLOP/s                                 what 700 W allow
+    memory   bytes read / read rate + bytes written / write rate
+
+A tile is 128 rows by 256 columns, a k-block 64 long. Rows count in units of `TAIL_ROWS`: a tile
+with at most 64 rows keeps one of the two math warpgroups idle, and the tensor cores serve the
+other alone. The constants of `KernelConstants` are fitted by `validity.py`, never typed in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from .errors import require
+from .hardware import Hardware, load_hardware
+from .models import ModelDescription
+
+TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 256, 64
+TAIL_ROWS = 64
+BLOCK_FLOPS = 2 * TILE_ROWS * TILE_COLUMNS * TILE_DEPTH
+FITTED = Path(__file__).parent / "data" / "fitted.json"
+
+
+@dataclass(frozen=True)
+class KernelConstants:
+    """Constants of this project's kernel on an H200, in microseconds per tile or as factors.
+
+    issue_share       main loop's rate / hardware.burst_bf16_flops
+    power_share       main loop's sustained rate / hardware.sustained_bf16_flops
+    *_epilogue_us     what a 128x256 tile's epilogue adds when it is not hidden
+    copy_us_per_mb    issue slots that gather and scatter take from the math, per MB of rows
+    dequantise_share  MXFP8 expanded to bf16 inside the kernel: factor on issue time
+    fixed_us          launches and schedule kernels of one direction
+    """
+
+    issue_share: float = 1.0
+    power_share: float = 1.0
+    gate_up_epilogue_us: float = 4.0
+    down_epilogue_us: float = 3.0
+    dgrad_epilogue_us: float = 8.0
+    wgrad_epilogue_us: float = 4.0
+    copy_us_per_mb: float = 0.2
+    dequantise_share: float = 1.15
+    fixed_us: float = 40.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            require(
+                math.isfinite(value) and value >= 0, f"{f.name} must be >= 0, got {value!r}"
+            )
+
+
+def fitted_constants(path: Path = FITTED) -> KernelConstants:
+    """The constants that `validity.py` last stored; the defaults if there is no such file."""
+    if not path.is_file():
+        return KernelConstants()
+    return KernelConstants(**json.loads(path.read_text(encoding="utf-8"))["constants"])
+
+
+def constants_as_json(constants: KernelConstants) -> dict[str, float]:
+    return asdict(constants)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer on one GPU, as the kernel sees it.
+
+    tp_size cuts the columns of gate and up (I) and of down (H); `native_fp8` means MXFP8 products
+    on block-scaled tensor cores (another contract than version 1: a what-if).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    shared_intermediate_size: int = 0
+    dtype: str = "bf16"
+    tp_size: int = 1
+    native_fp8: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.dtype in ("bf16", "mxfp8"), f"dtype must be bf16 or mxfp8, got {self.dtype!r}")
+        require(
+            self.dtype == "mxfp8" or not self.native_fp8,
+            "native_fp8 must go with dtype mxfp8, got dtype='bf16'",
+        )
+
+    @property
+    def columns(self) -> int:
+        """Columns of gate (and of up) that this GPU computes."""
+        return -(-self.intermediate_size // self.tp_size)
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of y that this GPU computes."""
+        return -(-self.hidden_size // self.tp_size)
+
+    @property
+    def pull_row_bytes(self) -> float:
+        """Bytes of one pulled row: bf16, or E4M3 codes and one scale byte per 32."""
+        per_element = 2 if self.dtype == "bf16" else 33 / 32
+        return self.hidden_size * per_element
+
+    @property
+    def push_row_bytes(self) -> float:
+        """Bytes of one pushed row of y or dx: always bf16."""
+        return 2.0 * self.output_columns
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one weight element where it rests."""
+        return 2.0 if self.dtype == "bf16" else 33 / 32
+
+
+def shape_of(model: ModelDescription, dtype: str = "bf16", **rest: int) -> LayerShape:
+    """The layer of `model` as the kernel sees it."""
+    return LayerShape(
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_experts,
+        model.top_k,
+        model.shared_intermediate_size,
+        dtype,
+        **rest,
+    )
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Cost functions of one shape on one machine; row counts in, seconds out.
+
+    `rows` (n,) holds the rows of each expert touched (segments of a minibatch).
+    """
+
+    shape: LayerShape
+    hardware: Hardware
+    constants: KernelConstants
+    communication_sms: int = 0
+    sustained: bool = True
+    float32_dw: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.communication_sms < self.hardware.num_sms,
+            f"communication_sms must be in 0..{self.hardware.num_sms - 1}, "
+            f"got {self.communication_sms}",
+        )
+
+    @property
+    def compute_sms(self) -> int:
+        return self.hardware.num_sms - self.communication_sms
+
+    @property
+    def is_fast_fp8(self) -> bool:
+        return self.shape.native_fp8 and self.hardware.native_mxfp8 > 0
+
+    @property
+    def clock_scale(self) -> float:
+        """How much slower than the H200's an SM's scalar work runs, from the tensor rate per SM:
+        no better figure is public, so epilogues are assumed to keep their share of the time."""
+        reference = load_hardware("h200")
+        ours = self.hardware.burst_bf16_flops / self.hardware.num_sms
+        return reference.burst_bf16_flops / reference.num_sms / ours
+
+    def issue_seconds(self, tiles: float, depth: float, epilogue_us: float) -> float:
+        """Time of `tiles` output tiles with a chain of `depth`, at least one tile's time."""
+        rate = self.hardware.burst_bf16_flops * self.constants.issue_share
+        if self.is_fast_fp8:
+            rate *= self.hardware.peak_fp8_flops / self.hardware.peak_bf16_flops
+        block = BLOCK_FLOPS / (rate / self.hardware.num_sms)
+        blocks = depth / TILE_DEPTH
+        if self.shape.dtype == "mxfp8" and not self.is_fast_fp8:
+            block *= self.constants.dequantise_share
+        tile = blocks * block + epilogue_us * 1e-6 * self.clock_scale
+        return max(tiles / self.compute_sms, min(tiles, 1.0)) * tile
+
+    def power_seconds(self, flops: float) -> float:
+        if not self.sustained:
+            return 0.0
+        rate = self.hardware.sustained_bf16_flops
+        if self.is_fast_fp8:
+            rate = self.hardware.sustained_fp8_flops
+        return flops / (rate * self.constants.power_share)
+
+    def memory_seconds(self, read: float, write: float) -> float:
+        return read / self.hardware.read_bytes_per_s + write / self.hardware.write_bytes_per_s
+
+    def copy_seconds(self, num_rows: float, row_bytes: float) -> float:
+        """Issue slots that the helper warps' gather (or the scatter) takes from the math."""
+        if self.communication_sms:
+            return 0.0
+        return self.constants.copy_us_per_mb * 1e-6 * num_rows * row_bytes / 1e6 * self.clock_scale
+
+    def product(
+        self,
+        rows: np.ndarray,
+        columns: int,
+        depth: int,
+        weight_elements: float,
+        epilogue_us: float,
+        extra: tuple[float, float] = (0.0, 0.0),
+    ) -> float:
+        """rows (n,) times a weight of `columns` x `depth` per expert; extra = (read, write)."""
+        counted = counted_rows(rows)
+        tiles = counted / TILE_ROWS * -(-columns // TILE_COLUMNS)
+        issue = self.issue_seconds(tiles, padded(depth, TILE_DEPTH), epilogue_us)
+        power = self.power_seconds(2.0 * float(np.sum(rows)) * columns * depth)
+        weights = np.count_nonzero(rows) * weight_elements * self.shape.weight_bytes
+        memory = self.memory_seconds(weights + extra[0], extra[1])
+        return max(issue, power, memory)
+
+    def gate_up(self, rows: np.ndarray, saves: bool = True) -> float:
+        """gate and up side by side (2I columns, chain H), SwiGLU in the epilogue."""
+        s, n = self.shape, float(np.sum(rows))
+        if n == 0:
+            return 0.0
+        read = n * s.pull_row_bytes
+        write = n * s.columns * (6.0 if saves else 2.0)
+        seconds = self.product(
+            rows,
+            2 * padded(s.columns, TILE_ROWS),
+            s.hidden_size,
+            2.0 * s.columns * s.hidden_size,
+            self.constants.gate_up_epilogue_us,
+            (read, write),
+        )
+        return seconds + self.copy_seconds(n, s.pull_row_bytes)
+
+    def down(self, rows: np.ndarray) -> float:
+        """y = h W_down (H columns, chain I), pushed row by row."""
+        s, n = self.shape, float(np.sum(rows))
+        if n == 0:
+            return 0.0
+        seconds = self.product(
+            rows,
+            s.output_columns,
+            s.intermediate_size,
+            float(s.output_columns * s.intermediate_size),
+            self.constants.down_epilogue_us,
+            (n * s.intermediate_size * 2.0, n * s.push_row_bytes),
+        )
+        return seconds + self.copy_seconds(n, s.push_row_bytes)
+
+    def dgrad_hidden(self, rows: np.ndarray) -> float:
+        """dhu = dy W_down^T (I columns, chain H), SwiGLU backward and dot128 in the epilogue."""
+        s, n = self.shape, float(np.sum(rows))
+        if n == 0:
+            return 0.0
+        read = n * (s.pull_row_bytes + 4.0 * s.columns)
+        seconds = self.product(
+            rows,
+            s.columns,
+            s.hidden_size,
+            float(s.columns * s.hidden_size),
+            self.constants.dgrad_epilogue_us,
+            (read, n * s.columns * 6.0),
+        )
+        return seconds + self.copy_seconds(n, s.pull_row_bytes)
+
+    def dgrad_input(self, rows: np.ndarray) -> float:
+        """dx rows = [d_gate | d_up] [W_gate ; W_up]^T (H columns, one chain over 2I)."""
+        s, n = self.shape, float(np.sum(rows))
+        if n == 0:
+            return 0.0
+        seconds = self.product(
+            rows,
+            s.output_columns,
+            2 * s.intermediate_size,
+            2.0 * s.output_columns * s.intermediate_size,
+            self.constants.down_epilogue_us,
+            (n * s.intermediate_size * 4.0, n * s.push_row_bytes),
+        )
+        return seconds + self.copy_seconds(n, s.push_row_bytes)
+
+    def wgrad(self, rows: np.ndarray) -> float:
+        """dW_down, dW_gate, dW_up: one chain over an expert's rows per output tile."""
+        s, n = self.shape, float(np.sum(rows))
+        if n == 0:
+            return 0.0
+        touched = rows[rows > 0]
+        tiles = 3 * (-(-s.hidden_size // TILE_ROWS)) * (-(-s.columns // TILE_COLUMNS))
+        depth = float(np.mean(-(-touched // TILE_DEPTH) * TILE_DEPTH))
+        issue = self.issue_seconds(tiles * len(touched), depth, self.constants.wgrad_epilogue_us)
+        elements = 3.0 * s.hidden_size * s.columns * len(touched)
+        read = n * (2 * s.hidden_size + 3 * s.columns) * 2.0
+        write = elements * (4.0 if self.float32_dw else 2.0)
+        power = self.power_seconds(6.0 * n * s.hidden_size * s.columns)
+        return max(issue, power, self.memory_seconds(read, write))
+
+    def combine(self, num_tokens: float) -> float:
+        """Epilogue: K rows of the combine buffer into each token, streaming."""
+        s = self.shape
+        moved = num_tokens * (s.top_k + 1) * s.hidden_size * 2.0
+        return moved / self.hardware.combine_bytes_per_s
+
+    def shared_forward(self, num_tokens: float) -> float:
+        """The shared expert's products on this rank's own tokens (bf16 always)."""
+        return self._shared(num_tokens, 6.0)
+
+    def shared_backward(self, num_tokens: float) -> float:
+        return self._shared(num_tokens, 12.0)
+
+    def _shared(self, num_tokens: float, factor: float) -> float:
+        s = self.shape
+        flops = factor * num_tokens * s.hidden_size * s.shared_intermediate_size / s.tp_size
+        rate = self.hardware.burst_bf16_flops * self.constants.issue_share
+        rate *= self.compute_sms / self.hardware.num_sms
+        return max(flops / rate, self.power_seconds(flops))
+
+
+def padded(value: int, unit: int) -> int:
+    """`value` rounded up to a multiple of `unit`."""
+    return -(-value // unit) * unit
+
+
+def counted_rows(rows: np.ndarray) -> float:
+    """Rows as the tensor cores see them: each expert's tail rounded up to TAIL_ROWS."""
+    return float(np.sum(-(-np.asarray(rows) // TAIL_ROWS) * TAIL_ROWS))
+
+
+def layer_flops(rows: float, model: LayerShape, tokens: float = 0.0) -> float:
+    """Forward FLOPs by the convention 6 rows H I (+ 6 T H I_shared); backward is twice that."""
+    shared = 6.0 * tokens * model.hidden_size * model.shared_intermediate_size
+    return 6.0 * rows * model.hidden_size * model.intermediate_size + shared

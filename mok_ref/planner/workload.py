@@ -1,0 +1,190 @@
+"""Who sends how much to whom: routing as counts, uniform, skewed, or recorded in a file.
+
+`counts` (R, E) int64: routes from source rank r to expert e. The simulator needs no token values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .errors import require
+
+MOST_DRAWN_ROUTES = 6_000_000  # above this, counts are drawn directly, without token ids
+
+
+@dataclass(frozen=True)
+class Workload:
+    """tokens (R,) per rank and counts (R, E) of routes; `topk_ids` (N, K) if they were drawn."""
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    title: str
+    topk_ids: np.ndarray | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def expert_load(self) -> np.ndarray:
+        """(E,) rows of each expert in the whole batch."""
+        return self.counts.sum(axis=0)
+
+    def rows_of_ranks(self, owner: np.ndarray) -> np.ndarray:
+        """(R,) rows that each rank's experts receive under placement `owner` (E,)."""
+        return np.bincount(owner, weights=self.expert_load, minlength=self.num_ranks)
+
+    def traffic(self, owner: np.ndarray) -> np.ndarray:
+        """(R, R) rows that travel from source rank to owner rank (the diagonal stays at home)."""
+        result = np.zeros((self.num_ranks, self.num_ranks))
+        np.add.at(result.T, owner, self.counts.T)
+        return result
+
+
+def popularity(num_experts: int, skew: float, rng: np.random.Generator) -> np.ndarray:
+    """(E,) probabilities: Zipf with exponent `skew` over a random order; 0 is uniform."""
+    require(skew >= 0, f"skew must be >= 0, got {skew=}")
+    weights = np.arange(1, num_experts + 1, dtype=np.float64) ** -skew
+    return rng.permutation(weights / weights.sum())
+
+
+def draw_ids(
+    num_tokens: int, top_k: int, probability: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """(T, K) int32 distinct experts per token, drawn in proportion to `probability`.
+
+    Slots that repeat an earlier one are drawn again, which is drawing without replacement. Tokens
+    that are still undecided after many rounds (extreme skew) take the top of a Gumbel race.
+    With top_k > E slots repeat, as given ids may.
+    """
+    num_experts = len(probability)
+    edges = np.cumsum(probability)
+    edges /= edges[-1]
+    ids = np.searchsorted(edges, rng.random((num_tokens, top_k)), side="right").astype(np.int32)
+    ids = np.minimum(ids, num_experts - 1)
+    if top_k > num_experts:
+        return ids
+    pending = np.arange(num_tokens)
+    for _ in range(60):
+        repeated = repeats(ids[pending])
+        pending = pending[repeated.any(axis=1)]
+        repeated = repeated[repeated.any(axis=1)]
+        if not len(pending):
+            return ids
+        fresh = np.searchsorted(edges, rng.random(repeated.sum()), side="right")
+        block = ids[pending]
+        block[repeated] = np.minimum(fresh, num_experts - 1)
+        ids[pending] = block
+    ids[pending] = gumbel_top(len(pending), top_k, probability, rng)
+    return ids
+
+
+def gumbel_top(
+    num_tokens: int, top_k: int, probability: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """(T, K) the K largest of log p + Gumbel noise: drawing without replacement in one go."""
+    noise = rng.gumbel(size=(num_tokens, len(probability)))
+    keys = np.log(np.maximum(probability, 1e-300)) + noise
+    return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int32)
+
+
+def repeats(ids: np.ndarray) -> np.ndarray:
+    """(T, K) bool: the slot's expert occurs in an earlier slot of the same token."""
+    top_k = ids.shape[1]
+    result = np.zeros(ids.shape, bool)
+    for slot in range(1, top_k):
+        result[:, slot] = (ids[:, :slot] == ids[:, slot : slot + 1]).any(axis=1)
+    return result
+
+
+def counts_of(topk_ids: np.ndarray, tokens: np.ndarray, num_experts: int) -> np.ndarray:
+    """(R, E) routes per source rank and expert; ids of -1 are no routes."""
+    rank = np.repeat(np.arange(len(tokens)), tokens)
+    key = rank[:, None] * num_experts + topk_ids
+    flat = key[topk_ids >= 0]
+    return np.bincount(flat, minlength=len(tokens) * num_experts).reshape(len(tokens), num_experts)
+
+
+def make_workload(
+    num_ranks: int,
+    tokens_per_rank: int,
+    num_experts: int,
+    top_k: int,
+    skew: float = 0.0,
+    seed: int = 0,
+) -> Workload:
+    """Routing of one batch: token ids where that is cheap, multinomial counts where it is not."""
+    rng = np.random.default_rng([seed, num_ranks])
+    chances = popularity(num_experts, skew, rng)
+    tokens = np.full(num_ranks, tokens_per_rank, np.int64)
+    title = "uniform" if skew == 0 else f"Zipf {skew:g}"
+    if num_ranks * tokens_per_rank * top_k <= MOST_DRAWN_ROUTES:
+        ids = draw_ids(num_ranks * tokens_per_rank, top_k, chances, rng)
+        return Workload(tokens, counts_of(ids, tokens, num_experts), title, ids)
+    chances = inclusion(chances, top_k) if top_k <= num_experts else chances * top_k
+    counts = rng.multinomial(tokens_per_rank * top_k, chances / chances.sum(), size=num_ranks)
+    return Workload(tokens, counts.astype(np.int64), title)
+
+
+def inclusion(probability: np.ndarray, top_k: int) -> np.ndarray:
+    """(E,) chance that an expert is among a token's K: 1 - (1-p)^m with m chosen to sum to K."""
+    low, high = 1.0, 1e9
+    for _ in range(80):
+        middle = (low * high) ** 0.5
+        total = -np.expm1(middle * np.log1p(-np.minimum(probability, 1 - 1e-12))).sum()
+        low, high = (middle, high) if total < top_k else (low, middle)
+    return -np.expm1(low * np.log1p(-np.minimum(probability, 1 - 1e-12)))
+
+
+def all_to_one(num_ranks: int, tokens_per_rank: int, num_experts: int, top_k: int) -> Workload:
+    """The worst case: every token chooses the same K experts."""
+    tokens = np.full(num_ranks, tokens_per_rank, np.int64)
+    counts = np.zeros((num_ranks, num_experts), np.int64)
+    chosen = np.arange(top_k) % num_experts
+    np.add.at(counts, (slice(None), chosen), tokens_per_rank)
+    return Workload(tokens, counts, "all to one")
+
+
+def recorded_workload(path: str | Path, num_ranks: int, num_experts: int) -> Workload:
+    """Routing from an .npz case file with `topk_ids` (N, K) and optional `splits` (R,).
+
+    Raises: ValueError naming the file and what is wrong with it.
+    """
+    path = Path(path)
+    require(path.is_file(), f"routing file must exist, got {str(path)!r}")
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            ids = np.asarray(data["topk_ids"]) if "topk_ids" in data else None
+            splits = np.asarray(data["splits"]) if "splits" in data else None
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path.name}: not a readable .npz file: {error}") from None
+    require(ids is not None, f"{path.name}: missing topk_ids")
+    assert ids is not None
+    require(
+        ids.ndim == 2 and ids.dtype.kind == "i" and ids.size > 0,
+        f"{path.name}: topk_ids must be (N,K) integers, got shape {ids.shape} {ids.dtype}",
+    )
+    require(
+        bool((ids >= -1).all() and (ids < num_experts).all()),
+        f"{path.name}: topk_ids must lie in -1..{num_experts - 1}, got {ids.min()}..{ids.max()}",
+    )
+    if splits is None or len(splits) != num_ranks:
+        splits = default_splits(len(ids), num_ranks)
+    require(
+        splits.sum() == len(ids),
+        f"{path.name}: splits must add up to {len(ids)} tokens, got {splits.sum()}",
+    )
+    tokens = splits.astype(np.int64)
+    return Workload(tokens, counts_of(ids, tokens, num_experts), path.name, ids.astype(np.int32))
+
+
+def default_splits(num_tokens: int, num_ranks: int) -> np.ndarray:
+    """(R,) tokens per rank in units of 16, the last unit partial (contract, section 6)."""
+    units = -(-num_tokens // 16)
+    each = np.full(num_ranks, units // num_ranks)
+    each[: units % num_ranks] += 1
+    edges = np.minimum(np.cumsum(each) * 16, num_tokens)
+    return np.diff(edges, prepend=0)

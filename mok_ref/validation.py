@@ -1,0 +1,98 @@
+"""Checks at the layer's boundary: every bad input is one line naming argument, rule and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mok_ref.config import SAVE_MODES, MoEConfig
+from mok_ref.experts import ExpertWeights
+from mok_ref.numerics import BFLOAT16
+
+_BF16_DTYPES = (BFLOAT16, np.dtype(np.uint16))
+
+
+def check_forward(
+    config: MoEConfig,
+    heap: Any,
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    save: str,
+) -> None:
+    """Everything `moe_forward` takes. Raises ValueError."""
+    if heap.size != config.ep_size:
+        raise ValueError(f"ep_size must be the heap's size {heap.size}, got {config.ep_size}")
+    if save not in SAVE_MODES:
+        raise ValueError(f"save must be one of {', '.join(SAVE_MODES)}, got {save!r}")
+    check_activations(config, "x", x)
+    check_routes(config, len(x), topk_ids, topk_weights)
+    check_weights(config, heap.rank, weights, shared)
+
+
+def check_activations(config: MoEConfig, name: str, array: Any) -> None:
+    """(T, H) bf16; the float64 oracle takes float64 too."""
+    _check_dtype(config, name, array)
+    if array.ndim != 2 or array.shape[1] != config.hidden_size:
+        raise ValueError(f"{name} must be (tokens, {config.hidden_size}), got shape {array.shape}")
+
+
+def check_routes(config: MoEConfig, num_tokens: int, topk_ids: Any, topk_weights: Any) -> None:
+    """(T, K) int32 ids in -1..E-1 and finite float32 weights."""
+    shape = (num_tokens, config.top_k)
+    for name, array, dtype in (
+        ("topk_ids", topk_ids, np.int32),
+        ("topk_weights", topk_weights, np.float32),
+    ):
+        oracle = name == "topk_weights" and config.arithmetic == "float64"
+        if array.dtype != dtype and not (oracle and array.dtype == np.float64):
+            raise ValueError(f"{name} must be {np.dtype(dtype).name}, got {array.dtype}")
+        if array.shape != shape:
+            raise ValueError(f"{name} must be (tokens, top_k) = {shape}, got shape {array.shape}")
+    outside = (topk_ids < -1) | (topk_ids >= config.num_experts)
+    _refuse(outside, topk_ids, "topk_ids", f"in -1..{config.num_experts - 1}")
+    _refuse(~np.isfinite(topk_weights), topk_weights, "topk_weights", "finite")
+
+
+def check_weights(
+    config: MoEConfig, rank: int, weights: ExpertWeights, shared: ExpertWeights | None
+) -> None:
+    """Shapes and dtypes of this rank's experts and of the shared expert."""
+    local, hidden = config.num_local_experts(rank), config.hidden_size
+    inner, shared_inner = config.intermediate_size, config.shared_intermediate_size
+    _check_shape(config, "weights.gate", weights.gate, (local, inner, hidden))
+    _check_shape(config, "weights.up", weights.up, (local, inner, hidden))
+    _check_shape(config, "weights.down", weights.down, (local, hidden, inner))
+    if (shared is None) != (shared_inner == 0):
+        raise ValueError(
+            "shared must be given exactly when shared_intermediate_size > 0, got "
+            f"shared={'None' if shared is None else 'weights'}, {shared_inner=}"
+        )
+    if shared is not None:
+        _check_shape(config, "shared.gate", shared.gate, (shared_inner, hidden))
+        _check_shape(config, "shared.up", shared.up, (shared_inner, hidden))
+        _check_shape(config, "shared.down", shared.down, (hidden, shared_inner))
+
+
+def _check_shape(config: MoEConfig, name: str, array: Any, shape: tuple[int, ...]) -> None:
+    _check_dtype(config, name, array)
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(array.shape)}")
+
+
+def _check_dtype(config: MoEConfig, name: str, array: Any) -> None:
+    allowed = _BF16_DTYPES
+    if config.arithmetic == "float64":
+        allowed = (*_BF16_DTYPES, np.dtype(np.float64))
+    if getattr(array, "dtype", None) not in allowed:
+        names = ", ".join(dtype.name for dtype in allowed)
+        raise ValueError(f"{name} must be {names}, got {getattr(array, 'dtype', type(array))}")
+
+
+def _refuse(bad: Any, values: Any, name: str, rule: str) -> None:
+    if bad.any():
+        token, slot = (int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(f"{name} must be {rule}, got {values[token, slot]} at [{token}, {slot}]")
