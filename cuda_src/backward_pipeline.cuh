@@ -66,19 +66,23 @@ struct SharedLayout {
   MOK_DEVICE u32 empty(u32 stage) const { return barrier(kStages + stage); }
   MOK_DEVICE u32 task_full(u32 slot) const { return barrier(2 * kStages + slot); }
   MOK_DEVICE u32 task_empty(u32 slot) const { return barrier(2 * kStages + kTaskSlots + slot); }
-  // Per multiplying warpgroup: pieces handed to its storing warp, and handed back.
+  // Per multiplying warpgroup: pieces of a tile handed to its storing warp (4 arrivals).
   MOK_DEVICE u32 piece_full(u32 group, u32 piece) const {
     return barrier(2 * kStages + 2 * kTaskSlots + group * 4 + piece);
   }
-  MOK_DEVICE u32 piece_empty(u32 group, u32 piece) const {
-    return barrier(2 * kStages + 2 * kTaskSlots + 8 + group * 4 + piece);
+  // wgrad: the storing warp hands the piece's staging buffer back (1 arrival).
+  MOK_DEVICE u32 piece_empty(u32 group, u32 piece) const { return tile_done(group, piece); }
+  // dgrad: the warpgroup is through with the task in a slot of the queue (4 arrivals).
+  MOK_DEVICE u32 tile_done(u32 group, u32 slot) const {
+    return barrier(2 * kStages + 2 * kTaskSlots + 8 + group * 4 + slot);
   }
 };
 
 constexpr u32 kSharedBytes = SharedLayout::kBytes;
 static_assert(kSharedBytes <= 232448, "shared memory of one CTA");
 
-MOK_DEVICE SharedLayout init_pipeline(const void* shared) {
+// `last_arrivals`: arrivals on tile_done (4) or piece_empty (1), whichever the kernel uses.
+MOK_DEVICE SharedLayout init_pipeline(const void* shared, u32 last_arrivals) {
   const SharedLayout layout{shared_address(shared)};
   if (threadIdx.x == 0) {
     for (i32 s = 0; s < kStages; ++s) {
@@ -91,7 +95,7 @@ MOK_DEVICE SharedLayout init_pipeline(const void* shared) {
     }
     for (i32 p = 0; p < 8; ++p) {
       mbarrier_init(layout.piece_full(p >> 2, p & 3), 4);
-      mbarrier_init(layout.piece_empty(p >> 2, p & 3), 1);
+      mbarrier_init(layout.tile_done(p >> 2, p & 3), last_arrivals);
     }
     fence_mbarrier_init();
   }

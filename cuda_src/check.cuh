@@ -43,6 +43,7 @@ MOK_DEVICE bool wait_at_least(const u32* word, u32 expected, const WaitContext& 
   if (static_cast<i32>(seen - expected) >= 0) return true;
   const u64 start = global_timer_ns();
   while (true) {
+#pragma unroll 1
     for (i32 poll = 0; poll < 32; ++poll) {
       seen = kSystem ? ld_acquire_sys(word) : ld_acquire_gpu(word);
       if (static_cast<i32>(seen - expected) >= 0) return true;

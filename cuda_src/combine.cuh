@@ -112,7 +112,7 @@ MOK_DEVICE void dispatch_backward(const LayerParams& params, const BackwardParam
 }
 
 // d_topk_weights of one slot: what the expert's rank pushed, +0 without a route.
-MOK_DEVICE void combine_d_weights(const LayerParams& params, const BackwardParams& back, i64 slot_index) {
+MOK_DEVICE void dispatch_d_weight(const LayerParams& params, const BackwardParams& back, i64 slot_index) {
   const bool route = peer_buffer<const i32>(params, kTopkIds, params.rank)[slot_index] >= 0;
   back.d_topk_weights[slot_index] =
       route ? peer_buffer<const float>(params, kDTopkWeights, params.rank)[slot_index] : 0.0f;

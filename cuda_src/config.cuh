@@ -35,6 +35,11 @@ static_assert(kMaxRanks >= 1 && kMaxRanks <= 1024, "MOK_MAX_RANKS must be in 1..
 #endif
 constexpr i32 kClusterSize = MOK_CLUSTER_SIZE;
 static_assert(kClusterSize == 1 || kClusterSize == 2, "MOK_CLUSTER_SIZE must be 1 or 2");
+#if MOK_CLUSTER_SIZE > 1
+#define MOK_CLUSTER_DIMS __cluster_dims__(MOK_CLUSTER_SIZE, 1, 1)
+#else
+#define MOK_CLUSTER_DIMS
+#endif
 
 constexpr u32 kFullWarp = 0xffffffffu;
 constexpr i32 kWarpSize = 32;

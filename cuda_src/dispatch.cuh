@@ -42,19 +42,7 @@ MOK_DEVICE PullPiece pull_piece(const LayerParams& params, const MinibatchWalk& 
   return piece;
 }
 
-// Waits until the piece's ring slot may be overwritten.
-MOK_DEVICE void wait_ring_slot(const LayerParams& params, const ForwardCounters& counters,
-                               const MinibatchWalk& minis, const PullPiece& piece, i32 lane) {
-  const i32 previous = minis.previous_user(piece.row_block / minis.mini_blocks);
-  if (previous >= minis.num_minis) return;
-  const u32 tiles = minis.blocks_in(previous) * ceil_div(params.hidden_size, kTileN);
-  if (lane == 0) {
-    wait_gpu(counters.rows_done + previous, tiles, wait_context(params), kPhaseRingFree, previous);
-  }
-  __syncwarp();
-}
-
-// Releases the previous piece: its stores have had a piece's time to land.
+// Releases a piece: its stores have had the next piece's time to land.
 MOK_DEVICE void signal_rows(const ForwardCounters& counters, i32 row_block, i32 lane) {
   if (row_block < 0) return;
   fence_proxy_async_global();
@@ -62,17 +50,32 @@ MOK_DEVICE void signal_rows(const ForwardCounters& counters, i32 row_block, i32 
   if (lane == 0) red_release_gpu(counters.rows_ready + row_block, kPullRows);
 }
 
+// Waits until the piece's ring slot may be overwritten. The slot's previous rows may need the piece that this
+// warp has copied and not signalled, so that one is signalled first. Returns the piece still to be signalled.
+MOK_DEVICE i32 wait_ring_slot(const LayerParams& params, const ForwardCounters& counters,
+                              const MinibatchWalk& minis, i32 row_block, i32 unsignalled, i32 lane) {
+  const i32 previous = minis.previous_user(row_block / minis.mini_blocks);
+  if (previous >= minis.num_minis) return unsignalled;
+  signal_rows(counters, unsignalled, lane);
+  const u32 tiles = minis.blocks_in(previous) * ceil_div(params.hidden_size, kTileN);
+  if (lane == 0) {
+    wait_gpu(counters.rows_done + previous, tiles, wait_context(params), kPhaseRingFree, previous);
+  }
+  __syncwarp();
+  return -1;
+}
+
 // Copies the piece's rows; while its first loads are under way, the previous piece is signalled.
 MOK_DEVICE void copy_rows(const LayerParams& params, const ForwardCounters& counters,
-                          const MinibatchWalk& minis, const PullPiece& piece, i32 previous_block, i32 lane) {
+                          const MinibatchWalk& minis, const PullPiece& piece, i32 unsignalled, i32 lane) {
   const i32 row_chunks = params.hidden_size / 8;
   uint4* target = reinterpret_cast<uint4*>(params.x_ring) +
                   static_cast<i64>(minis.ring_row(piece.row_block) + piece.first_row) * row_chunks;
-  for (i32 first = lane; first < kPullRows * row_chunks; first += kPullDepth * kWarpSize) {
+  for (i32 base = 0; base < kPullRows * row_chunks; base += kPullDepth * kWarpSize) {
     uint4 data[kPullDepth];
 #pragma unroll
     for (i32 i = 0; i < kPullDepth; ++i) {
-      const i32 chunk = first + i * kWarpSize;
+      const i32 chunk = base + i * kWarpSize + lane;
       const bool second = chunk >= row_chunks;
       const uint4* source = second ? piece.source[1] : piece.source[0];
       data[i] = make_uint4(0, 0, 0, 0);
@@ -80,10 +83,10 @@ MOK_DEVICE void copy_rows(const LayerParams& params, const ForwardCounters& coun
         data[i] = ld_global_nc_v4(source + (second ? chunk - row_chunks : chunk));
       }
     }
-    if (first == lane) signal_rows(counters, previous_block, lane);
+    if (base == 0) signal_rows(counters, unsignalled, lane);
 #pragma unroll
     for (i32 i = 0; i < kPullDepth; ++i) {
-      const i32 chunk = first + i * kWarpSize;
+      const i32 chunk = base + i * kWarpSize + lane;
       if (chunk < kPullRows * row_chunks) target[chunk] = data[i];
     }
   }
@@ -97,27 +100,27 @@ MOK_DEVICE void dispatch_forward(const LayerParams& params) {
   const i32 lane = threadIdx.x % kWarpSize;
   const u32 pieces = minis.num_row_blocks * (kTileM / kPullRows);
   auto draw = [&] {
-    const u32 ticket = lane == 0 ? draw_ticket(counters.pull_ticket) : 0;
+    u32 ticket = lane == 0 ? draw_ticket(counters.pull_ticket) : 0;
     return __shfl_sync(kFullWarp, ticket, 0);
   };
   u32 ticket = draw();
   if (ticket >= pieces) return;
   PullPiece piece = pull_piece(params, minis, ticket);
   u32 next_ticket = draw();
-  i32 previous_block = -1;
+  i32 unsignalled = -1;  // row block of the piece copied last
   while (true) {
     PullPiece next = piece;
     const bool more = next_ticket < pieces;
     const u32 after_next = more ? draw() : next_ticket;
     if (more) next = pull_piece(params, minis, next_ticket);
-    wait_ring_slot(params, counters, minis, piece, lane);
-    copy_rows(params, counters, minis, piece, previous_block, lane);
-    previous_block = piece.row_block;
+    unsignalled = wait_ring_slot(params, counters, minis, piece.row_block, unsignalled, lane);
+    copy_rows(params, counters, minis, piece, unsignalled, lane);
+    unsignalled = piece.row_block;
     if (!more) break;
     piece = next;
     next_ticket = after_next;
   }
-  signal_rows(counters, previous_block, lane);
+  signal_rows(counters, unsignalled, lane);
 }
 
 }  // namespace mok

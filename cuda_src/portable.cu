@@ -9,6 +9,7 @@
 #include "numerics.cuh"
 #include "params.cuh"
 #include "portable.cuh"
+#include "schedule.cuh"
 
 using namespace mok;
 
@@ -46,11 +47,6 @@ MOK_DEVICE i32 rows_in_use(const LayerParams& layer, const RowRange& range) {
   return static_cast<i32>(left < 0 ? 0 : (left < range.num_rows ? left : range.num_rows));
 }
 
-template <class T>
-MOK_DEVICE T* peer_buffer(const LayerParams& layer, i32 buffer, i32 rank) {
-  return reinterpret_cast<T*>(layer.peer_table[buffer * layer.ep_size + rank]);
-}
-
 // ---------------------------------------------------------------- pull
 
 struct PullParams {
@@ -63,10 +59,10 @@ struct PullParams {
 // One element of a peer's row: bf16 as it is, MXFP8 expanded to the value it stands for.
 MOK_DEVICE u16 peer_element(const LayerParams& layer, const PullParams& pull, i32 rank, i64 token, i32 column) {
   const i32 hidden = layer.hidden_size;
-  if (pull.scales < 0) return peer_buffer<u16>(layer, pull.buffer, rank)[token * hidden + column];
-  const u8 code = peer_buffer<u8>(layer, pull.buffer, rank)[token * hidden + column];
+  if (pull.scales < 0) return peer_buffer<u16>(layer, static_cast<SymmetricBuffer>(pull.buffer), rank)[token * hidden + column];
+  const u8 code = peer_buffer<u8>(layer, static_cast<SymmetricBuffer>(pull.buffer), rank)[token * hidden + column];
   const i64 scale = token * num_scale_blocks(hidden) + column / kScaleBlock;
-  return dequantize(code, peer_buffer<u8>(layer, pull.scales, rank)[scale]);
+  return dequantize(code, peer_buffer<u8>(layer, static_cast<SymmetricBuffer>(pull.scales), rank)[scale]);
 }
 
 // dispatch: ring[row] = x of the row's token, from its owner's memory; padding rows are zero.
@@ -279,37 +275,37 @@ MOK_DEVICE void swiglu_backward_row(const LayerParams& layer, const SwigluParams
 
 extern "C" __global__ void __launch_bounds__(kPortableThreads)
     portable_pull(const __grid_constant__ LayerParams layer, const __grid_constant__ PullParams pull) {
-  pull_row(layer, pull);
+  if (!aborted(layer.abort_flag)) pull_row(layer, pull);
 }
 
 extern "C" __global__ void __launch_bounds__(kPortableThreads, 2)
     portable_product_soft(const __grid_constant__ LayerParams layer,
                           const __grid_constant__ ProductParams product) {
-  grouped_product<SoftTile>(layer, product);
+  if (!aborted(layer.abort_flag)) grouped_product<SoftTile>(layer, product);
 }
 
 extern "C" __global__ void __launch_bounds__(kPortableThreads, 2)
     portable_product_mma(const __grid_constant__ LayerParams layer,
                          const __grid_constant__ ProductParams product) {
-  grouped_product<MmaTile>(layer, product);
+  if (!aborted(layer.abort_flag)) grouped_product<MmaTile>(layer, product);
 }
 
 extern "C" __global__ void __launch_bounds__(kPortableThreads, 2)
     portable_gradient_soft(const __grid_constant__ LayerParams layer,
                            const __grid_constant__ GradientParams gradient) {
-  weight_gradient<SoftTile>(layer, gradient);
+  if (!aborted(layer.abort_flag)) weight_gradient<SoftTile>(layer, gradient);
 }
 
 extern "C" __global__ void __launch_bounds__(kPortableThreads, 2)
     portable_gradient_mma(const __grid_constant__ LayerParams layer,
                           const __grid_constant__ GradientParams gradient) {
-  weight_gradient<MmaTile>(layer, gradient);
+  if (!aborted(layer.abort_flag)) weight_gradient<MmaTile>(layer, gradient);
 }
 
 extern "C" __global__ void __launch_bounds__(kPortableThreads)
     portable_swiglu_forward(const __grid_constant__ LayerParams layer,
                             const __grid_constant__ SwigluParams swiglu) {
-  swiglu_forward_rows(layer, swiglu);
+  if (!aborted(layer.abort_flag)) swiglu_forward_rows(layer, swiglu);
 }
 
 extern "C" __global__ void __launch_bounds__(kPortableThreads)
@@ -318,7 +314,16 @@ extern "C" __global__ void __launch_bounds__(kPortableThreads)
   __shared__ float products[kPortableThreads / kWarpSize][kDotBlock];
   const i32 warp = static_cast<i32>(threadIdx.x) / kWarpSize;
   const i32 row = static_cast<i32>(blockIdx.x) * (kPortableThreads / kWarpSize) + warp;
+  if (aborted(layer.abort_flag)) return;
   if (row < rows_in_use(layer, swiglu.rows)) swiglu_backward_row(layer, swiglu, row, products[warp]);
+}
+
+// to[i] = from[i], exact: a bf16 gradient that a chain continues.
+extern "C" __global__ void __launch_bounds__(kPortableThreads)
+    portable_widen(const u16* from, float* to, i64 num_elements) {
+  const i64 stride = static_cast<i64>(gridDim.x) * blockDim.x;
+  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < num_elements; i += stride)
+    to[i] = bf16_to_float(from[i]);
 }
 
 // to[i] = bf16(from[i]): the one rounding of a gradient that is wanted in bf16.

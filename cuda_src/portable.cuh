@@ -86,7 +86,8 @@ MOK_DEVICE float truncated_sum(i64 sum, i32 exponent) {
   if (result_exponent > kMaxExponent) return __uint_as_float(sign | 0x7f800000u);
   if (result_exponent < kMinExponent) {  // subnormal: units of 2^-149
     const i32 up = exponent - kFractionBits + 149;
-    return __uint_as_float(sign | (up >= 0 ? magnitude << up : magnitude >> -up));  // RZ
+    const u32 kept = up >= 0 ? magnitude << up : magnitude >> -up;  // RZ
+    return __uint_as_float(kept == 0 ? 0u : sign | kept);
   }
   const u32 significand = top > 23 ? magnitude >> (top - 23) : magnitude << (23 - top);  // RZ to 24 bits
   return __uint_as_float(sign | static_cast<u32>(result_exponent + 127) << 23 | (significand & 0x7fffffu));

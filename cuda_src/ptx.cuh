@@ -72,7 +72,7 @@ MOK_DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
 // Waits for the phase of `parity` to complete. What is waited for is always work of this CTA (or its
 // cluster), whose own waits on other CTAs are limited in time (sync.cuh), so this one ends as well;
 // the trap is a backstop against a defect, far beyond any limit a caller may set.
-constexpr u64 kMbarrierLimitNs = 120ull * 1000 * 1000 * 1000;
+constexpr u64 kMbarrierLimitNs = 6ull * 1000 * 1000 * 1000;
 MOK_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   if (mbarrier_try_wait(barrier, parity)) return;
   const u64 start = global_timer_ns();
@@ -252,6 +252,23 @@ MOK_DEVICE uint4 ld_shared_v4(u32 address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+MOK_DEVICE u64 ld_shared_u64(u32 address) {
+  u64 value;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// Stores 8 bytes to the same address in CTA `cta` of the cluster and counts them on that CTA's `barrier`.
+MOK_DEVICE void st_async_cluster_u64(u32 address, u32 barrier, u32 cta, u64 value) {
+  asm volatile(
+      "{.reg .b32 remote, remote_barrier;\n mapa.shared::cluster.u32 remote, %0, %2;\n"
+      " mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [remote], %3, [remote_barrier];}" ::"r"(
+          address),
+      "r"(barrier), "r"(cta), "l"(value)
+      : "memory");
 }
 
 // ---------------------------------------------------------------- global memory, 16 bytes at a time

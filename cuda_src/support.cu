@@ -132,13 +132,20 @@ extern "C" __global__ void combine_forward_1(const __grid_constant__ LayerParams
   if (!aborted(params.abort_flag)) combine_forward_grid<1>(params);
 }
 
+extern "C" __global__ void dispatch_d_weights(const __grid_constant__ LayerParams params,
+                                              const __grid_constant__ BackwardParams back) {
+  if (aborted(params.abort_flag)) return;
+  const i64 slots = static_cast<i64>(params.num_tokens) * params.top_k;
+  const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
+  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < slots; i += step)
+    dispatch_d_weight(params, back, i);
+}
+
 template <i32 kVector>
 MOK_DEVICE void dispatch_backward_grid(const LayerParams& params, const BackwardParams& back) {
   const i64 columns = params.hidden_size / kVector, total = params.num_tokens * columns;
   const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
   const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
-  for (i64 i = first; i < static_cast<i64>(params.num_tokens) * params.top_k; i += step)
-    combine_d_weights(params, back, i);
   for (i64 i = first; i < total; i += step)
     dispatch_backward<kVector>(params, back, i / columns, static_cast<i32>(i % columns) * kVector);
 }
@@ -188,17 +195,23 @@ extern "C" __global__ void delay(u64 nanoseconds) {
   }
 }
 
+// Byte offset of a field (NVRTC has no offsetof of its own).
+template <typename Struct, typename Field>
+MOK_DEVICE u64 field_offset(Field Struct::*field) {
+  return reinterpret_cast<u64>(&(static_cast<const Struct*>(nullptr)->*field));
+}
+
 // Sizes and last offsets of the parameter structs as this compiler lays them out.
 extern "C" __global__ void params_layout(u64* words) {
   if (threadIdx.x != 0 || blockIdx.x != 0) return;
   words[0] = sizeof(ScheduleInfo);
-  words[1] = __builtin_offsetof(ScheduleInfo, token_offset);
+  words[1] = field_offset(&ScheduleInfo::token_offset);
   words[2] = sizeof(ErrorRecord);
-  words[3] = __builtin_offsetof(ErrorRecord, reserved);
+  words[3] = field_offset(&ErrorRecord::reserved);
   words[4] = sizeof(LayerParams);
-  words[5] = __builtin_offsetof(LayerParams, num_counters);
+  words[5] = field_offset(&LayerParams::num_counters);
   words[6] = sizeof(BackwardParams);
-  words[7] = __builtin_offsetof(BackwardParams, router_dx);
+  words[7] = field_offset(&BackwardParams::router_dx);
   words[8] = sizeof(BarrierParams);
-  words[9] = __builtin_offsetof(BarrierParams, epoch);
+  words[9] = field_offset(&BarrierParams::epoch);
 }

@@ -5,10 +5,10 @@
 //   operands              TMA -> math warpgroups, kStages k-blocks of 64 deep           (OperandRing)
 //
 // NumPy twin     mok_ref/schedule.py: minibatch_walk (the order of minibatches)
-// Order          shared gate/up, shared down; then for walk position q: gate/up(q), down(q - kDownLag). Inside
-//                a minibatch column-major over its row blocks: neighbours in time share a weight tile, and the
-//                minibatch's rows stay in L2. Every tile depends on smaller tickets only, so any subset of
-//                CTAs makes progress.
+// Order          shared gate/up, shared down; then for walk position q: gate/up(q), down(q - 1), or the other
+//                way round where gate/up(q) needs the ring slot of q - 1. Inside a minibatch column-major over
+//                its row blocks: neighbours in time share a weight tile, and the minibatch's rows stay in L2.
+//                Every tile depends on smaller tickets only, so any subset of CTAs makes progress.
 // A cluster of two draws one ticket for two row blocks of the same column; if they belong to one expert each
 // CTA loads half of the weight tile and multicasts it into both shared memories.
 #pragma once
@@ -27,7 +27,6 @@ constexpr i32 kStages = 4;
 constexpr i32 kTileSlots = 8;
 constexpr i32 kMathWarps = 8;      // two warpgroups, 64 rows of the tile each
 constexpr i32 kForwardThreads = 384;
-constexpr i32 kDownLag = 1;        // walk positions between gate/up and down of a minibatch
 
 constexpr u32 kHalfTileBytes = 64 * kTileK * 2;                // 64 rows of one operand
 constexpr u32 kOperandABytes = 2 * kHalfTileBytes;
@@ -93,6 +92,11 @@ struct MinibatchWalk {
 
   // The ring slot of a minibatch was used before, if at all, by the one a macrobatch later.
   MOK_DEVICE i32 previous_user(i32 mini) const { return mini + minis_per_macro; }
+
+  // Whether walk position q reuses the ring slot of position q - 1.
+  MOK_DEVICE bool reuses_slot_of_previous(i32 q) const {
+    return q >= 1 && q < num_minis && (minis_per_macro == 1 || (q == 1 && head == 1));
+  }
 };
 
 // ---------------------------------------------------------------- tiles
@@ -110,14 +114,17 @@ struct alignas(16) Tile {
   i32 shares_weights;  // both CTAs of the cluster use the same weight tile
 };
 
+constexpr u32 kNoTicket = ~0u;
+
 // Turns ascending tickets into tiles; executed by the producer lane alone.
 struct TileWalk {
   const LayerParams& params;
   MinibatchWalk minis;
   i32 cluster_rank;
-  i32 step;             // position of gate/up; down trails by kDownLag
+  i32 step;             // walk position of gate/up; down trails by one
+  bool down_first;
   u32 begin;            // first ticket of `step`
-  u32 gate_up_units, down_units;
+  u32 first_units, step_units;
   u32 shared_gate_up_units, shared_units;
 
   MOK_DEVICE TileWalk(const LayerParams& p, i32 rank_in_cluster)
@@ -130,22 +137,27 @@ struct TileWalk {
   }
 
   MOK_DEVICE Tile locate(u32 ticket) {
+    if (ticket == kNoTicket) return Tile{kStop};
     if (ticket < shared_units) return shared_tile(ticket);
-    while (ticket - begin >= gate_up_units + down_units) {
-      if (step + 1 >= minis.num_minis + kDownLag) return Tile{kStop};
-      enter(step + 1, begin + gate_up_units + down_units);
+    while (ticket - begin >= step_units) {
+      if (step >= minis.num_minis) return Tile{kStop};
+      enter(step + 1, begin + step_units);
     }
     const u32 unit = ticket - begin;
-    if (unit < gate_up_units) return routed_tile(kGateUp, minis.at(step), unit);
-    return routed_tile(kDown, minis.at(step - kDownLag), unit - gate_up_units);
+    const bool first = unit < first_units;
+    if (first != down_first) return routed_tile(kGateUp, minis.at(step), first ? unit : unit - first_units);
+    return routed_tile(kDown, minis.at(step - 1), first ? unit : unit - first_units);
   }
 
  private:
   MOK_DEVICE void enter(i32 new_step, u32 first_ticket) {
     step = new_step;
     begin = first_ticket;
-    gate_up_units = units(step, ceil_div(params.intermediate_size, kHiddenTile));
-    down_units = units(step - kDownLag, ceil_div(params.hidden_size, kTileN));
+    down_first = minis.reuses_slot_of_previous(step);
+    const u32 gate_up = units(step, ceil_div(params.intermediate_size, kHiddenTile));
+    const u32 down = units(step - 1, ceil_div(params.hidden_size, kTileN));
+    first_units = down_first ? down : gate_up;
+    step_units = gate_up + down;
   }
 
   MOK_DEVICE u32 units(i32 q, i32 columns) const {
@@ -200,7 +212,7 @@ constexpr u32 kTileDone = kTileFull + 8 * kTileSlots;
 constexpr u32 kTileFree = kTileDone + 8 * kTileSlots;
 constexpr u32 kMailFull = kTileFree + 8 * kTileSlots;
 constexpr u32 kMail = kMailFull + 8 * kTileSlots;
-constexpr u32 kTileSlotOffset = kMail + 16 * kTileSlots;
+constexpr u32 kTileSlotOffset = kMail + 8 * kTileSlots;
 constexpr u32 kForwardSharedBytes = kTileSlotOffset + sizeof(Tile) * kTileSlots;
 static_assert(kTileSlotOffset % alignof(Tile) == 0, "tile slots must be aligned");
 static_assert(kForwardSharedBytes <= 232448, "a CTA has 227 KB of shared memory");
@@ -218,6 +230,14 @@ MOK_DEVICE void init_barriers(u32 shared) {
     mbarrier_init(shared + kMailFull + 8 * slot, 1);
   }
   fence_mbarrier_init();
+}
+
+MOK_DEVICE void sync_cluster_or_cta() {
+  if constexpr (kClusterSize > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
 }
 
 // Tiles in the order of their tickets: the producer puts, math warps get and finish, the signal warp
@@ -264,6 +284,55 @@ struct TileQueue {
   MOK_DEVICE Tile* slot() const {
     return reinterpret_cast<Tile*>(bytes + kTileSlotOffset) + number % kTileSlots;
   }
+};
+
+// Tickets of a CTA or cluster. The leader draws; in a cluster it mails each number to its partner, whose
+// arrival counts the eight bytes. At most kTileSlots letters are on their way: the leader runs ahead of its
+// partner by less than kStages + 2 tiles, since stages are handed back by both.
+// After a time-out anywhere on this rank the leader draws no more: every tile of the kernel ends, then the kernel.
+struct TicketMail {
+  u32* ticket;
+  const u32* abort_flag;
+  u32 shared;
+  i32 cluster_rank;
+  u32 number = 0;   // of the next letter
+  u32 drawn = 0;
+  u32 aborted = 0;
+
+  MOK_DEVICE TicketMail(u32* counter, const u32* abort, u32 shared_bytes, i32 rank_in_cluster)
+      : ticket(counter), abort_flag(abort), shared(shared_bytes), cluster_rank(rank_in_cluster) {
+    if (kClusterSize > 1 && cluster_rank != 0) {
+      for (i32 slot = 0; slot < kTileSlots; ++slot) expect(slot);
+    }
+    draw();
+  }
+
+  // Asks for the next number; `next` returns it later.
+  MOK_DEVICE void draw() {
+    if (cluster_rank != 0) return;
+    drawn = draw_ticket(ticket);
+    aborted = ld_relaxed_gpu(abort_flag);
+  }
+
+  MOK_DEVICE u32 next() {
+    if (aborted != 0) drawn = kNoTicket;
+    if constexpr (kClusterSize == 1) return drawn;
+    const u32 slot = number % kTileSlots;
+    const u32 parity = number / kTileSlots & 1;
+    ++number;
+    const u32 letter = shared + kMail + 8 * slot, barrier = shared + kMailFull + 8 * slot;
+    if (cluster_rank == 0) {
+      st_async_cluster_u64(letter, barrier, 1, drawn);
+      return drawn;
+    }
+    mbarrier_wait(barrier, parity);
+    const u32 received = static_cast<u32>(ld_shared_u64(letter));
+    expect(slot);
+    return received;
+  }
+
+ private:
+  MOK_DEVICE void expect(u32 slot) { mbarrier_arrive_expect_tx(shared + kMailFull + 8 * slot, 8); }
 };
 
 // The ring of k-blocks. `phase` starts at 1 for the producer (every stage is free) and 0 for readers.

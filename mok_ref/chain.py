@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mok_ref.experts import weight_gradient
-from mok_ref.numerics import Array, to_float32
+from mok_ref.numerics import Array
 
 
 def ordered_chain(
@@ -32,7 +32,7 @@ def ordered_chain(
         if turn == heap.rank:
             before = heap.peer(turn - 1, buffer).copy() if turn else start
             mine[...] = weight_gradient(rows_out, rows_in, before, mode)
-        heap.barrier()
+        heap.barrier(f"ordered chain, turn of rank {turn}")
     total = heap.peer(heap.size - 1, buffer).copy()
-    heap.barrier()  # nobody reuses the buffer before everybody has read it
-    return total if total.dtype != "float32" else to_float32(total)
+    heap.barrier("ordered chain, reading the sum")  # nobody reuses the buffer before
+    return total

@@ -70,12 +70,16 @@ class MoEConfig:
     def _check_sizes(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "ep_size"):
             value = getattr(self, name)
-            _require(_is_int(value) and value >= 1, f"{name} must be an integer >= 1, got {value!r}")
+            _require(
+                _is_int(value) and value >= 1, f"{name} must be an integer >= 1, got {value!r}"
+            )
+            object.__setattr__(self, name, int(value))  # NumPy integers would wrap
         shared = self.shared_intermediate_size
         _require(
             _is_int(shared) and shared >= 0,
             f"shared_intermediate_size must be an integer >= 0, got {shared!r}",
         )
+        object.__setattr__(self, "shared_intermediate_size", int(shared))
         if self.swiglu_limit is not None:
             limit = np.float32(self.swiglu_limit)
             _require(
@@ -124,6 +128,7 @@ class MoEConfig:
                 value is None or (_is_int(value) and value >= 1 and value % ROW_TILE == 0),
                 f"{name} must be a positive multiple of row_tile={ROW_TILE}, got {value!r}",
             )
+            object.__setattr__(self, name, None if value is None else int(value))
         if self.macrobatch is not None and self.minibatch is not None:
             _require(
                 self.macrobatch % self.minibatch == 0,

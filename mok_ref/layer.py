@@ -7,7 +7,7 @@ arithmetic lives in the modules called here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from mok_ref.numerics import BFLOAT16, Array, as_values, bf16_to_bits, to_bf16, 
 from mok_ref.ring import TokenRing
 from mok_ref.schedule import Minibatch, Schedule, build_schedule, forward_task_order, walk
 from mok_ref.tensor_core import tc
-from mok_ref.validation import check_activations, check_forward
+from mok_ref.validation import check_activations, check_forward, check_main_grad
 from mok_ref.workspace import Workspace, storage_dtype, to_storage
 
 RouterShare = Callable[[np.ndarray], Array]
@@ -38,13 +38,13 @@ RouterShare = Callable[[np.ndarray], Array]
 
 @dataclass
 class Context:
-    """What forward leaves for backward. It can be used once, before the workspace's next forward."""
+    """What forward leaves for backward: usable once, before the workspace's next forward."""
 
     config: MoEConfig
     workspace: Workspace
     generation: int
     schedule: Schedule
-    experts: list[ExpertWeights]
+    experts: dict[int, ExpertWeights]  # by local expert, those that have rows
     shared: ExpertWeights | None
     x: Array
     topk_ids: Array
@@ -54,7 +54,14 @@ class Context:
     saved: np.ndarray  # (row blocks,) whether gate and up hold the block
     shared_rows: ExpertForward | None
     output_dtype: Any
-    used: bool = field(default=False)
+    own_workspace: bool = False  # made for this one forward: freed with it
+    used: bool = False
+
+    def close(self) -> None:
+        """Give back a workspace that `moe_forward` made; collective, and done by backward."""
+        self.used = True
+        if self.own_workspace:
+            self.workspace.close()
 
 
 @dataclass
@@ -91,12 +98,14 @@ def moe_forward(
 ) -> tuple[Array, Any]:
     """One forward of the layer on this rank; every rank of the heap calls it (spec section 5).
 
-    x             (T, H) bf16 (ml_dtypes.bfloat16 or its uint16 bits); T may differ per rank, or be 0
+    x             (T, H) bf16 (ml_dtypes.bfloat16 or its uint16 bits); T may differ per rank
+                  and may be 0
     topk_ids      (T, K) int32 in -1..E-1, -1 = no route
     topk_weights  (T, K) float32, any finite value
     weights       this rank's experts: gate, up (L, I, H), down (L, H, I) bf16
     shared        shared expert: gate, up (I', H), down (H, I') bf16
-    workspace     buffers to reuse (`Workspace`), or None to make them
+    workspace     buffers to reuse (`Workspace`), or None: made for this call, freed by backward or
+                  by the context's `close`
     save          what backward finds: "all", "ring" (the last ring's worth) or "none"; same bits
     Returns       (y (T, H) with the dtype of x, context for `moe_backward`)
     Raises: ValueError naming argument, rule and value; HeapError if a rank does not arrive.
@@ -108,19 +117,22 @@ def moe_forward(
         return gpu_layer.forward(
             config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save
         )
-    check_forward(config, heap, x, topk_ids, topk_weights, weights, shared, save)
-    workspace = workspace or _new_workspace(config, heap, len(x))
+    check_forward(config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save)
+    own_workspace = workspace is None
+    if own_workspace:
+        workspace = _new_workspace(config, heap, len(x))
     workspace.publish_tokens(x, topk_ids, topk_weights)
-    heap.barrier()  # tokens and routes of every rank are readable
+    heap.barrier("forward, publishing tokens and routes")
     counts, all_ids = workspace.gather_routes()
     schedule = build_schedule(config, heap.rank, all_ids, counts)
     context = _new_context(
         config, workspace, schedule, x, topk_ids, topk_weights, weights, shared, save
     )
+    context.own_workspace = own_workspace
     if context.shared is not None:
         context.shared_rows = expert_forward(config, context.x, context.shared, routed=False)
     _run_routed_experts(context)
-    heap.barrier()  # every pushed row has arrived
+    heap.barrier("forward, pushing expert outputs")
     return _as_output(context, _combine(context)), context
 
 
@@ -129,7 +141,7 @@ def _new_workspace(config: MoEConfig, heap: Any, num_tokens: int) -> Workspace:
     sizes = f"num_tokens{heap.__dict__.setdefault('_num_sizes', 0)}"
     heap._num_sizes += 1
     heap.alloc(sizes, (1,), np.int64)[0] = num_tokens
-    heap.barrier()
+    heap.barrier("sizing the workspace")
     largest = max(int(heap.peer(rank, sizes)[0]) for rank in range(heap.size))
     heap.free(sizes)
     return Workspace(config, heap, largest)
@@ -146,10 +158,10 @@ def _new_context(
     shared: ExpertWeights | None,
     save: str,
 ) -> Context:
-    local = range(len(schedule.expert_ids))
-    experts = [
-        ExpertWeights(*(operand_values(config, tensor[e]) for tensor in weights)) for e in local
-    ]
+    experts = {
+        int(e): ExpertWeights(*(operand_values(config, tensor[e]) for tensor in weights))
+        for e in np.flatnonzero(schedule.expert_count)  # nobody reads the weights of the others
+    }
     macrobatch, _ = config.ring_rows(schedule.num_rows)
     saved_rows = {"all": schedule.num_rows, "ring": macrobatch, "none": 0}[save]
     if workspace.max_saved_rows is not None:
@@ -164,8 +176,8 @@ def _new_context(
         experts=experts,
         shared=None if shared is None else ExpertWeights(*(as_values(w) for w in shared)),
         x=as_values(to_storage(config, x)),
-        topk_ids=topk_ids,
-        topk_weights=topk_weights,
+        topk_ids=topk_ids.copy(),
+        topk_weights=topk_weights.copy(),
         gate=np.zeros(rows, storage_dtype(config)),
         up=np.zeros(rows, storage_dtype(config)),
         saved=np.arange(schedule.num_row_blocks) < saved_rows // ROW_TILE,
@@ -241,9 +253,7 @@ def _down(context: Context, batch: Minibatch, h_ring: TokenRing) -> None:
 def _combine(context: Context) -> Array:
     """Weighted sum of the slots that the experts' ranks filled."""
     shared_y = None if context.shared_rows is None else context.shared_rows.y
-    return combine_forward(
-        _own_slots(context), context.topk_ids, context.topk_weights, shared_y
-    )
+    return combine_forward(_own_slots(context), context.topk_ids, context.topk_weights, shared_y)
 
 
 def _own_slots(context: Context) -> Array:
@@ -284,29 +294,33 @@ def moe_backward(
         from mok_ref.gpu import layer as gpu_layer
 
         return gpu_layer.backward(context, dy, main_grad, router_share)
-    _use_context(context, dy)
+    _use_context(context, dy, main_grad)
     config, workspace = context.config, context.workspace
     heap, num_tokens = workspace.heap, len(dy)
     workspace.dy.publish(dy)
     workspace.mine("d_topk_weights")[...] = 0  # +0 for slots without a route
-    heap.barrier()  # dy of every rank is readable
+    heap.barrier("backward, publishing dy")
     grads = _start_gradients(context, main_grad)
     _run_routed_backward(context, grads)
     shared_dx = _shared_backward(context, as_values(to_storage(config, dy)), grads, main_grad)
-    heap.barrier()  # every pushed dx row and weight gradient has arrived
+    heap.barrier("backward, pushing dx and d_topk_weights")
     slots = num_tokens * config.top_k
     d_topk_weights = workspace.mine("d_topk_weights")[:slots].copy().reshape(-1, config.top_k)
     router_dx = None if router_share is None else as_values(router_share(d_topk_weights))
     dx = dispatch_backward(_own_slots(context), context.topk_ids, shared_dx, router_dx)
-    heap.barrier()  # nobody overwrites slots that a peer still reads
+    heap.barrier("backward, adding slots up")  # nobody overwrites slots still read
     grads.dx, grads.d_topk_weights = _as_output(context, dx), d_topk_weights
+    if context.own_workspace:
+        context.close()
     return _round_gradients(config, grads)
 
 
-def _use_context(context: Context, dy: Array) -> None:
+def _use_context(context: Context, dy: Array, main_grad: Gradients | None) -> None:
     check_activations(context.config, "dy", dy)
     if len(dy) != len(context.topk_ids):
         raise ValueError(f"dy must have the {len(context.topk_ids)} rows of x, got {len(dy)}")
+    if main_grad is not None:
+        check_main_grad(context.config, context.workspace.heap.rank, main_grad)
     if context.used:
         raise RuntimeError("context was used by an earlier moe_backward; run moe_forward again")
     if context.generation != context.workspace.generation:
@@ -317,7 +331,7 @@ def _use_context(context: Context, dy: Array) -> None:
 def _start_gradients(context: Context, main_grad: Gradients | None) -> Gradients:
     """Accumulators of the routed experts: +0, or the values of `main_grad`."""
     config = context.config
-    local, real = len(context.experts), context.workspace.mine("topk_weights").dtype
+    local, real = len(context.schedule.expert_ids), context.workspace.mine("topk_weights").dtype
     inward = (local, config.intermediate_size, config.hidden_size)
     outward = (local, config.hidden_size, config.intermediate_size)
     shapes = {"dw_gate": inward, "dw_up": inward, "dw_down": outward}
@@ -344,9 +358,7 @@ def _run_routed_backward(context: Context, grads: Gradients) -> None:
         if last:
             done = [b for b in batches if b.macrobatch == batch.macrobatch]
             for finished in done:
-                _weight_gradients(
-                    context, finished, x_rings, dy_rings, operands, macrobatch, grads
-                )
+                _weight_gradients(context, finished, x_rings, dy_rings, operands, macrobatch, grads)
                 for ring in (*x_rings, *dy_rings):
                     ring.retire(finished)
 
@@ -385,9 +397,7 @@ def _row_gradients(
         )
 
 
-def _gate_up_again(
-    context: Context, expert: int, rows: slice, x: Array
-) -> tuple[Array, Array]:
+def _gate_up_again(context: Context, expert: int, rows: slice, x: Array) -> tuple[Array, Array]:
     """gate and up of some rows: saved by forward, or computed again with the same bits."""
     blocks = slice(rows.start // ROW_TILE, -(-rows.stop // ROW_TILE))
     if context.saved[blocks].all():

@@ -66,7 +66,8 @@ def to_float64(value: Array) -> Array:
     if value.dtype == np.float64:
         return value
     if array_module(value) is np:
-        return value.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # a signaling NaN becomes a quiet one
+            return value.astype(np.float64)
     return _cupy_casts()[0](value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from mok_ref.numerics import Array, add, array_module, mul, sigmoid, sub, to_bf16
 
 
@@ -64,5 +63,3 @@ def weighted_h(h: Array, weight: Array) -> Array:
     h (rows, I) bf16 values      weight (rows,) float32
     """
     return to_bf16(mul(weight[:, None], h))
-
-

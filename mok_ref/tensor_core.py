@@ -70,7 +70,7 @@ def _tc_exact(a: Array, b: Array, c: Array | None) -> Array:
     rows, columns = a.shape[0], b.shape[0]
     out = xp.zeros((rows, columns), np.float32)
     if a.shape[1] == 0:  # no group: the chain ends where it started
-        return out if c is None else out + c
+        return out if c is None else to_float32(c).copy()
     left, right = _Operand(a), _Operand(b)
     tile_m, tile_n = (_TILE_M, _TILE_N) if xp is np else (_CUPY_TILE, _CUPY_TILE)
     with np.errstate(all="ignore"):
@@ -232,9 +232,7 @@ def _truncate(total: Array, scale: Array, smallest_exponent: int) -> Array:
     return result + 0.0  # -0 becomes +0
 
 
-def _ieee_where_special(
-    a: _Operand, b: _Operand, k: int, acc: Array, result: Array
-) -> Array:
+def _ieee_where_special(a: _Operand, b: _Operand, k: int, acc: Array, result: Array) -> Array:
     """Where a product or `acc` is NaN or infinite, what IEEE addition gives instead."""
     xp = array_module(acc)
     total = acc.copy()

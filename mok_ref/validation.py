@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ def check_forward(
     topk_weights: Any,
     weights: ExpertWeights,
     shared: ExpertWeights | None,
+    workspace: Any,
     save: str,
 ) -> None:
     """Everything `moe_forward` takes. Raises ValueError."""
@@ -31,6 +33,50 @@ def check_forward(
     check_activations(config, "x", x)
     check_routes(config, len(x), topk_ids, topk_weights)
     check_weights(config, heap.rank, weights, shared)
+    if workspace is not None:
+        check_workspace(config, heap, len(x), workspace)
+
+
+def check_workspace(config: MoEConfig, heap: Any, num_tokens: int, workspace: Any) -> None:
+    """A workspace serves the heap and the config it was made for, up to its max_tokens."""
+    if workspace.heap is not heap:
+        raise ValueError(
+            f"workspace must be made on the heap of this call, got one of rank "
+            f"{workspace.heap.rank} of {workspace.heap.size} on rank {heap.rank} of {heap.size}"
+        )
+    for field in fields(config):
+        mine, wanted = getattr(workspace.config, field.name), getattr(config, field.name)
+        if mine != wanted:
+            raise ValueError(
+                f"workspace must be made with the config of this call, got {field.name}={mine!r} "
+                f"in the workspace and {wanted!r} in the call"
+            )
+    if num_tokens > workspace.max_tokens:
+        raise ValueError(
+            f"x must have at most max_tokens={workspace.max_tokens} rows, got {num_tokens}"
+        )
+
+
+def check_main_grad(config: MoEConfig, rank: int, main_grad: Any) -> None:
+    """Weight gradients to continue: shapes of the weights, float32 or bf16."""
+    local, hidden = config.num_local_experts(rank), config.hidden_size
+    inner, shared = config.intermediate_size, config.shared_intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "dw_gate": (local, inner, hidden),
+        "dw_up": (local, inner, hidden),
+        "dw_down": (local, hidden, inner),
+    }
+    if shared:
+        shapes["shared_dw_gate"] = shapes["shared_dw_up"] = (shared, hidden)
+        shapes["shared_dw_down"] = (hidden, shared)
+    allowed: tuple[np.dtype, ...] = (np.dtype(np.float32), BFLOAT16)
+    if config.arithmetic == "float64":
+        allowed = (*allowed, np.dtype(np.float64))
+    for name, shape in shapes.items():
+        _check_array(f"main_grad.{name}", getattr(main_grad, name, None), allowed)
+        if getattr(main_grad, name).shape != shape:
+            got = getattr(main_grad, name).shape
+            raise ValueError(f"main_grad.{name} must have shape {shape}, got {got}")
 
 
 def check_activations(config: MoEConfig, name: str, array: Any) -> None:
@@ -47,9 +93,10 @@ def check_routes(config: MoEConfig, num_tokens: int, topk_ids: Any, topk_weights
         ("topk_ids", topk_ids, np.int32),
         ("topk_weights", topk_weights, np.float32),
     ):
-        oracle = name == "topk_weights" and config.arithmetic == "float64"
-        if array.dtype != dtype and not (oracle and array.dtype == np.float64):
-            raise ValueError(f"{name} must be {np.dtype(dtype).name}, got {array.dtype}")
+        allowed: tuple[np.dtype, ...] = (np.dtype(dtype),)
+        if name == "topk_weights" and config.arithmetic == "float64":
+            allowed = (*allowed, np.dtype(np.float64))
+        _check_array(name, array, allowed)
         if array.shape != shape:
             raise ValueError(f"{name} must be (tokens, top_k) = {shape}, got shape {array.shape}")
     outside = (topk_ids < -1) | (topk_ids >= config.num_experts)
@@ -84,12 +131,18 @@ def _check_shape(config: MoEConfig, name: str, array: Any, shape: tuple[int, ...
 
 
 def _check_dtype(config: MoEConfig, name: str, array: Any) -> None:
-    allowed = _BF16_DTYPES
+    allowed: tuple[np.dtype, ...] = _BF16_DTYPES
     if config.arithmetic == "float64":
         allowed = (*_BF16_DTYPES, np.dtype(np.float64))
-    if getattr(array, "dtype", None) not in allowed:
-        names = ", ".join(dtype.name for dtype in allowed)
-        raise ValueError(f"{name} must be {names}, got {getattr(array, 'dtype', type(array))}")
+    _check_array(name, array, allowed)
+
+
+def _check_array(name: str, array: Any, allowed: tuple[np.dtype, ...]) -> None:
+    """An array (not a list, not None) of one of some dtypes."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is None or dtype not in allowed:
+        names = " or ".join(allowed_dtype.name for allowed_dtype in allowed)
+        raise ValueError(f"{name} must be {names}, got {dtype or type(array).__name__}")
 
 
 def _refuse(bad: Any, values: Any, name: str, rule: str) -> None:

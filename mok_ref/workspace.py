@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from mok_ref.mxfp8 import dequantize, num_blocks, quantize
 from mok_ref.numerics import BFLOAT16, as_values, bf16_to_bits, to_float64
 from mok_ref.ring import TokenRing
 from mok_ref.schedule import Minibatch, Schedule
+
 
 def storage_dtype(config: MoEConfig) -> np.dtype:
     """How bf16 values rest in memory: 2-byte bits, or float64 for the oracle."""
@@ -77,7 +79,7 @@ class TokenBuffer:
                 top_k,
                 heap.rank,
                 heap.size,
-                lambda source, name=name: heap.peer(source, name),
+                partial(heap.peer, name=name),
                 ring.claim(batch),
             )
 
@@ -141,8 +143,6 @@ class Workspace:
     def publish_tokens(self, x: Any, topk_ids: Any, topk_weights: Any) -> None:
         """Make this rank's tokens and routes readable by its peers (a barrier must follow)."""
         num_tokens = len(x)
-        if num_tokens > self.max_tokens:
-            raise ValueError(f"x must have at most max_tokens={self.max_tokens} rows, got {num_tokens}")
         self.generation += 1
         self.mine("num_tokens")[0] = num_tokens
         self.mine("topk_ids")[:num_tokens] = topk_ids

@@ -48,7 +48,9 @@ def cuda_source_dir() -> Path:
     for candidate in (package / "cuda_src", package.parent / "cuda_src"):
         if (candidate / "config.cuh").is_file():
             return candidate
-    raise FileNotFoundError(f"cuda_src not found beside the package, looked in {package} and its parent")
+    raise FileNotFoundError(
+        f"cuda_src not found beside the package, looked in {package} and its parent"
+    )
 
 
 def cache_dir() -> Path:
@@ -95,7 +97,9 @@ def compiler_version() -> str:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise RuntimeError(f"compiling kernels needs cuda-core and NVRTC: {INSTALL_HINT}") from error
+        raise RuntimeError(
+            f"compiling kernels needs cuda-core and NVRTC: {INSTALL_HINT}"
+        ) from error
     status, major, minor = nvrtc.nvrtcVersion()
     if int(status) != 0:
         raise RuntimeError(f"NVRTC does not answer: {status}")
@@ -165,7 +169,9 @@ def device_arch() -> str:
 
     number = int(cupy.cuda.Device().compute_capability)
     if number < 80:
-        raise RuntimeError(f"the kernels need compute capability 8.0 or newer, this device has {number / 10}")
+        raise RuntimeError(
+            f"the kernels need compute capability 8.0 or newer, this device has {number / 10}"
+        )
     for arch in ARCHITECTURES:
         if arch.rstrip("a") == f"sm_{number}":
             return arch
@@ -185,7 +191,9 @@ def load_module(source_name: str, arch: str | None = None, macros: tuple[str, ..
 
 
 @lru_cache(maxsize=1024)
-def load_kernel(source_name: str, kernel: str, macros: tuple[str, ...] = (), smem_bytes: int = 0) -> Any:
+def load_kernel(
+    source_name: str, kernel: str, macros: tuple[str, ...] = (), smem_bytes: int = 0
+) -> Any:
     """Kernel `kernel` of a source, ready to launch; `smem_bytes` is its dynamic shared memory limit."""
     function = load_module(source_name, None, macros).get_function(kernel)
     if smem_bytes > 48 * 1024:
@@ -210,7 +218,9 @@ def _compile(source_name: str, arch: str, macros: tuple[str, ...]) -> tuple[byte
     try:
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
-        raise RuntimeError(f"compiling kernels needs cuda-core and NVRTC: {INSTALL_HINT}") from error
+        raise RuntimeError(
+            f"compiling kernels needs cuda-core and NVRTC: {INSTALL_HINT}"
+        ) from error
     source_dir = cuda_source_dir()
     options = ProgramOptions(
         name=source_name,
@@ -220,7 +230,8 @@ def _compile(source_name: str, arch: str, macros: tuple[str, ...]) -> tuple[byte
         fma=False,
         prec_div=True,
         prec_sqrt=True,
-        define_macro=[tuple(macro.split("=", 1)) if "=" in macro else macro for macro in macros] or None,
+        define_macro=[tuple(macro.split("=", 1)) if "=" in macro else macro for macro in macros]
+        or None,
         include_path=[str(source_dir)],
         ptxas_options=["-v"],
     )
@@ -229,7 +240,9 @@ def _compile(source_name: str, arch: str, macros: tuple[str, ...]) -> tuple[byte
     try:
         cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:
-        raise RuntimeError(f"{source_name} does not compile for {arch}:\n{log.getvalue() or error}") from error
+        raise RuntimeError(
+            f"{source_name} does not compile for {arch}:\n{log.getvalue() or error}"
+        ) from error
     return cubin, log.getvalue()
 
 

@@ -81,7 +81,7 @@ class DeviceStatus:
 
         cupy.cuda.get_current_stream().synchronize()
         self.check_timeout()
-        word = int(self.words[2].get())
+        word = int(self.words.get()[2])
         if word != NO_INPUT_ERROR:
             self.words[2] = NO_INPUT_ERROR
             raise ValueError(input_message(word, top_k, self.rank))

@@ -49,7 +49,9 @@ class CudaIpcHeap:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.timeout_s = timeout_s
         self._require_one_host(mpi)
-        self.device_index = self.rank % cupy.cuda.runtime.getDeviceCount() if device is None else device
+        self.device_index = (
+            self.rank % cupy.cuda.runtime.getDeviceCount() if device is None else device
+        )
         cupy.cuda.Device(self.device_index).use()
         self.status = DeviceStatus(self.rank, timeout_s)
         self._buffers: dict[str, tuple[list[int], tuple[int, ...], np.dtype]] = {}
@@ -177,7 +179,9 @@ class CudaIpcHeap:
                     f"rank {self.rank} does not read back what it wrote into rank {peer}'s memory"
                 )
             if bits & 2:
-                raise HeapError(f"rank {peer}'s write into rank {self.rank}'s memory does not arrive")
+                raise HeapError(
+                    f"rank {peer}'s write into rank {self.rank}'s memory does not arrive"
+                )
 
     def _make_barrier(self) -> KernelBarrier:
         from mok_ref.gpu.params import BARRIER_WORDS

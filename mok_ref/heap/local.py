@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mok_ref.heap.protocol import BARRIER_TIMEOUT_S, HeapError
+from mok_ref.heap.protocol import BARRIER_TIMEOUT_S, CALLERS_BARRIER, HeapError, late_message
 
 Result = TypeVar("Result")
+_START = "its start"
 
 
 class LocalWorld:
@@ -22,6 +24,7 @@ class LocalWorld:
         self.size = size
         self.timeout_s = timeout_s
         self.arrival = threading.Barrier(size)
+        self.progress = [(0, _START)] * size  # epoch and phase of the barrier a rank entered last
         self.memory: dict[str, list[Any]] = {}
         self.lock = threading.Lock()
 
@@ -48,7 +51,7 @@ class LocalHeap:
             slots = self._world.memory.setdefault(name, [None] * self.size)
             slots[self.rank] = memory
         self._names.add(name)
-        self.barrier()
+        self.barrier(f"allocating {name!r}")
         for peer, other in enumerate(slots):
             if other.shape != memory.shape or other.dtype != memory.dtype:
                 raise ValueError(
@@ -62,20 +65,22 @@ class LocalHeap:
         return self._world.memory[name][rank]
 
     def free(self, name: str) -> None:
-        self.barrier()
+        self.barrier(f"freeing {name!r}")
         self._names.discard(name)
         with self._world.lock:
             self._world.memory.pop(name, None)
-        self.barrier()
+        self.barrier(f"freeing {name!r}")
 
-    def barrier(self) -> None:
+    def barrier(self, phase: str = CALLERS_BARRIER) -> None:
+        world = self._world
+        epoch = world.progress[self.rank][0] + 1
+        world.progress[self.rank] = (epoch, phase)
         try:
-            self._world.arrival.wait(self._world.timeout_s)
+            world.arrival.wait(world.timeout_s)
         except threading.BrokenBarrierError as error:
-            raise HeapError(
-                f"rank {self.rank}: barrier broken, another rank failed or did not arrive within "
-                f"{self._world.timeout_s:g} s"
-            ) from error
+            late = [(r, *seen) for r, seen in enumerate(world.progress) if seen[0] < epoch]
+            cause = f"failed or did not arrive within {world.timeout_s:g} s"
+            raise HeapError(late_message(self.rank, phase, epoch, late, cause)) from error
 
     def close(self) -> None:
         for name in sorted(self._names):
@@ -87,7 +92,8 @@ def run_ranks(
 ) -> list[Result]:
     """Run `function(heap)` once per virtual rank, one thread each; results in rank order.
 
-    Raises: the first error any rank raised; the other ranks are released from their barriers.
+    Raises: the first error any rank raised; the other ranks are released from their barriers, and
+            one that does not come back within `timeout_s` is left behind.
     """
     world = LocalWorld(size, timeout_s)
     return run_on_world(world, function)
@@ -111,9 +117,18 @@ def run_on_world(world: Any, function: Callable[[Any], Result]) -> list[Result]:
         threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(world.size)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        _join(threads, errors, world.timeout_s)
     if errors:
         cause = [e for e in errors if not isinstance(e[1], HeapError)] or errors
         raise cause[0][1]
     return results
+
+
+def _join(threads: list[threading.Thread], errors: list[Any], timeout_s: float) -> None:
+    """Wait for the ranks; once one has failed, for the others no longer than `timeout_s`."""
+    limit = None
+    for thread in threads:
+        while thread.is_alive() and (limit is None or time.monotonic() < limit):
+            thread.join(0.05)
+            if errors and limit is None:
+                limit = time.monotonic() + timeout_s

@@ -21,7 +21,9 @@ def import_nvshmem() -> Any:
     try:
         import nvshmem.core as nvshmem
     except (ImportError, OSError) as error:
-        raise HeapError(f"nvshmem4py is missing ({error}): pip install 'mok_ref[nvshmem]'") from error
+        raise HeapError(
+            f"nvshmem4py is missing ({error}): pip install 'mok_ref[nvshmem]'"
+        ) from error
     return nvshmem
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 BARRIER_TIMEOUT_S = 120.0  # no wait is unbounded
+CALLERS_BARRIER = "a barrier of the caller"
 
 
 class HeapError(RuntimeError):
@@ -36,11 +37,28 @@ class SymmetricHeap(Protocol):
     def free(self, name: str) -> None:
         """Give one allocation back; collective."""
 
-    def barrier(self) -> None:
+    def barrier(self, phase: Any = ...) -> None:
         """All writes before it, on any rank, are visible to every rank after it.
 
-        Raises: HeapError when a rank does not arrive in time.
+        phase   what the rank is doing, for the error message: words on CPU heaps, a number of
+                `mok_ref.gpu.errors.PHASES` on GPU heaps
+        Raises: HeapError naming rank, phase and epoch when a rank does not arrive in time.
         """
 
     def close(self) -> None:
         """Give everything back; collective."""
+
+
+def late_message(
+    rank: int, phase: str, epoch: int, late: list[tuple[int, int, str]], cause: str
+) -> str:
+    """One line: who waited where, for whom, and where those were seen last.
+
+    late   (rank, last epoch, last phase) of every rank that has not arrived
+    epoch  how many barriers of the heap `rank` has entered, this one included
+    """
+    where = f"rank {rank} waited in {phase}, epoch {epoch}"
+    if not late:
+        return f"{where}, but another rank gave up: {cause}"
+    peers = ", ".join(f"rank {r} (last seen in {p}, epoch {e})" for r, e, p in late)
+    return f"{where}, for {peers}: {cause}"

@@ -138,7 +138,9 @@ class VirtualCudaHeap:
             raise MokTimeoutError(text) from error
 
 
-def run_virtual_cuda_ranks(size: int, function: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+def run_virtual_cuda_ranks(
+    size: int, function: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
     """`run_ranks` on one GPU: `function(heap)` once per virtual rank, one thread and stream each."""
     from mok_ref.heap.local import run_on_world
 

@@ -41,6 +41,7 @@ class Hardware:
     read_bytes_per_s: float
     write_bytes_per_s: float
     combine_bytes_per_s: float
+    gather_bytes_per_s: float
     link_bytes_per_s: float
     pull_efficiency: float
     push_efficiency: float
@@ -67,23 +68,35 @@ class Hardware:
         return self.network_bytes_per_s * self.network_efficiency
 
     def with_gpus(self, num_gpus: int) -> Hardware:
-        """The same machine cut down or extended to `num_gpus`, in whole domains if more than one.
+        """The same machine with `num_gpus` in equal domains, each as large as they divide.
 
-        Raises: ValueError if more than one domain would be needed and not filled.
+        Raises: ValueError if no domain size of at least half the full one divides num_gpus.
         """
+        full = self.gpus_per_domain
         require(num_gpus >= 1, f"num_gpus must be at least 1, got {num_gpus=}")
-        if num_gpus <= self.gpus_per_domain:
+        if num_gpus <= full:
             return replace(self, gpus_per_domain=num_gpus, num_domains=1)
-        whole = -(-num_gpus // self.gpus_per_domain)
-        size = num_gpus // whole
+        sizes = [size for size in range(full, full // 2, -1) if num_gpus % size == 0]
         require(
-            size * whole == num_gpus,
-            f"num_gpus must fill equal domains of at most {self.gpus_per_domain}, got {num_gpus=}",
+            bool(sizes),
+            f"num_gpus must divide into equal domains of {full // 2 + 1}..{full}, got {num_gpus=}",
         )
-        return replace(self, gpus_per_domain=size, num_domains=whole)
+        require(
+            self.network_bytes_per_s > 0,
+            f"num_gpus must be at most {full} without a network between domains, got {num_gpus=}",
+        )
+        return replace(self, gpus_per_domain=sizes[0], num_domains=num_gpus // sizes[0])
 
-    def domain_of(self, gpu: int) -> int:
-        return gpu // self.gpus_per_domain
+    def scaled(self, tensor: float, link: float) -> Hardware:
+        """The same machine with its tensor rates and its link efficiencies multiplied."""
+        return replace(
+            self,
+            sustained_bf16_flops=self.sustained_bf16_flops * tensor,
+            sustained_fp8_flops=self.sustained_fp8_flops * tensor,
+            burst_bf16_flops=self.burst_bf16_flops * tensor,
+            pull_efficiency=self.pull_efficiency * link,
+            push_efficiency=self.push_efficiency * link,
+        )
 
 
 TEXT_FIELDS = ("name", "title", "arch")

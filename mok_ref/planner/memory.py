@@ -45,10 +45,11 @@ class MemoryReport:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-def sharded_by(choice: Choice, what: str) -> int:
-    """Over how many data-parallel copies a state is spread."""
-    shared = {"none": (), "optimizer": ("optimizer",), "gradients": ("optimizer", "gradients")}
-    return choice.dp_size if what in shared[choice.sharding] else 1
+SHARED_STATES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("optimizer",),
+    "gradients": ("optimizer", "gradients"),
+}
 
 
 def parameter_bytes(model: ModelDescription, choice: Choice, experts: int) -> dict[str, float]:
@@ -66,21 +67,12 @@ def parameter_bytes(model: ModelDescription, choice: Choice, experts: int) -> di
         "optimizer": OPTIMIZER_BYTES,
     }
     for what, size in sizes.items():
-        copies = sharded_by(choice, what) if what != "weights" else 1
-        everywhere = choice.num_gpus if what in spread(choice) else 1
-        result[f"{what}, experts"] = owned * size / copies
-        result[f"{what}, other"] = shared * size / everywhere
+        is_spread = what in SHARED_STATES[choice.sharding]
+        result[f"{what}, experts"] = owned * size / (choice.dp_size if is_spread else 1)
+        result[f"{what}, other"] = shared * size / (choice.num_gpus if is_spread else 1)
     if choice.dtype == "mxfp8":
         result["weights, experts MXFP8"] = owned * 33 / 32
     return result
-
-
-def spread(choice: Choice) -> tuple[str, ...]:
-    return {
-        "none": (),
-        "optimizer": ("optimizer",),
-        "gradients": ("optimizer", "gradients"),
-    }[choice.sharding]
 
 
 def activation_bytes(

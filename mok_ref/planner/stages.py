@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,8 @@ class KernelConstants:
 
     issue_share       main loop's rate / hardware.burst_bf16_flops
     power_share       main loop's sustained rate / hardware.sustained_bf16_flops
-    *_epilogue_us     what a 128x256 tile's epilogue adds when it is not hidden
+    *_epilogue_us     what a 128x256 tile's epilogue adds when it is not hidden (wgrad: with
+                      float32 dW; bf16 stores half the bytes and counts half)
     copy_us_per_mb    issue slots that gather and scatter take from the math, per MB of rows
     dequantise_share  MXFP8 expanded to bf16 inside the kernel: factor on issue time
     fixed_us          launches and schedule kernels of one direction
@@ -135,6 +137,13 @@ def shape_of(model: ModelDescription, dtype: str = "bf16", **rest: int) -> Layer
     )
 
 
+@cache
+def reference_sm_rate() -> float:
+    """FLOP/s of one SM of the GPU on which the constants were fitted."""
+    reference = load_hardware("h200")
+    return reference.burst_bf16_flops / reference.num_sms
+
+
 @dataclass(frozen=True)
 class StageCosts:
     """Cost functions of one shape on one machine; row counts in, seconds out.
@@ -164,16 +173,15 @@ class StageCosts:
     def is_fast_fp8(self) -> bool:
         return self.shape.native_fp8 and self.hardware.native_mxfp8 > 0
 
-    @property
+    @cached_property
     def clock_scale(self) -> float:
         """How much slower than the H200's an SM's scalar work runs, from the tensor rate per SM:
         no better figure is public, so epilogues are assumed to keep their share of the time."""
-        reference = load_hardware("h200")
         ours = self.hardware.burst_bf16_flops / self.hardware.num_sms
-        return reference.burst_bf16_flops / reference.num_sms / ours
+        return reference_sm_rate() / ours
 
-    def issue_seconds(self, tiles: float, depth: float, epilogue_us: float) -> float:
-        """Time of `tiles` output tiles with a chain of `depth`, at least one tile's time."""
+    def tile_seconds(self, depth: float, epilogue_us: float) -> float:
+        """Time of one output tile on one SM, with a chain of `depth`."""
         rate = self.hardware.burst_bf16_flops * self.constants.issue_share
         if self.is_fast_fp8:
             rate *= self.hardware.peak_fp8_flops / self.hardware.peak_bf16_flops
@@ -181,8 +189,23 @@ class StageCosts:
         blocks = depth / TILE_DEPTH
         if self.shape.dtype == "mxfp8" and not self.is_fast_fp8:
             block *= self.constants.dequantise_share
-        tile = blocks * block + epilogue_us * 1e-6 * self.clock_scale
-        return max(tiles / self.compute_sms, min(tiles, 1.0)) * tile
+        return blocks * block + epilogue_us * 1e-6 * self.clock_scale
+
+    def issue_seconds(self, tiles: float, depth: float, epilogue_us: float) -> float:
+        """Time of `tiles` output tiles drawn by all SMs, neighbours filling the last wave."""
+        return tiles / self.compute_sms * self.tile_seconds(depth, epilogue_us)
+
+    @cached_property
+    def latencies(self) -> tuple[float, float, float, float]:
+        """Seconds of a single tile of gate/up, down, dgrad hidden, dgrad input."""
+        s, k = self.shape, self.constants
+        hidden, inner = padded(s.hidden_size, TILE_DEPTH), padded(s.intermediate_size, TILE_DEPTH)
+        return (
+            self.tile_seconds(hidden, k.gate_up_epilogue_us),
+            self.tile_seconds(inner, k.down_epilogue_us),
+            self.tile_seconds(hidden, k.dgrad_epilogue_us),
+            self.tile_seconds(2 * inner, k.down_epilogue_us),
+        )
 
     def power_seconds(self, flops: float) -> float:
         if not self.sustained:
@@ -290,7 +313,8 @@ class StageCosts:
         touched = rows[rows > 0]
         tiles = 3 * (-(-s.hidden_size // TILE_ROWS)) * (-(-s.columns // TILE_COLUMNS))
         depth = float(np.mean(-(-touched // TILE_DEPTH) * TILE_DEPTH))
-        issue = self.issue_seconds(tiles * len(touched), depth, self.constants.wgrad_epilogue_us)
+        stored = self.constants.wgrad_epilogue_us * (1.0 if self.float32_dw else 0.5)
+        issue = self.issue_seconds(tiles * len(touched), depth, stored)
         elements = 3.0 * s.hidden_size * s.columns * len(touched)
         read = n * (2 * s.hidden_size + 3 * s.columns) * 2.0
         write = elements * (4.0 if self.float32_dw else 2.0)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,23 @@ class Workload:
     def rows_of_ranks(self, owner: np.ndarray) -> np.ndarray:
         """(R,) rows that each rank's experts receive under placement `owner` (E,)."""
         return np.bincount(owner, weights=self.expert_load, minlength=self.num_ranks)
+
+    @cached_property
+    def sources_by_expert(self) -> tuple[np.ndarray, np.ndarray]:
+        """Source rank of every row, experts ascending, canonical order inside; (E+1,) starts.
+
+        Needs token ids. The order is contract section 4's: ascending (bitreverse(g), slot).
+        """
+        assert self.topk_ids is not None
+        num_tokens, top_k = self.topk_ids.shape
+        source = np.repeat(np.arange(self.num_ranks, dtype=np.int32), self.tokens)
+        walk = bit_reversed(np.arange(num_tokens), num_tokens)
+        key = self.topk_ids.astype(np.int64) * (2 * np.int64(walk.max()) + 2) + walk[:, None]
+        key, source = key.ravel(), np.repeat(source, top_k)
+        is_route = self.topk_ids.ravel() >= 0
+        key, source = key[is_route], source[is_route]
+        starts = np.concatenate([[0], np.cumsum(self.expert_load)])
+        return source[np.argsort(key, kind="stable")], starts
 
     def traffic(self, owner: np.ndarray) -> np.ndarray:
         """(R, R) rows that travel from source rank to owner rank (the diagonal stays at home)."""
@@ -91,6 +109,16 @@ def gumbel_top(
     return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int32)
 
 
+def bit_reversed(values: np.ndarray, num_tokens: int) -> np.ndarray:
+    """bitreverse(g) over B = max(1, ceil(log2 N)) bits."""
+    bits = max(1, int(num_tokens - 1).bit_length())
+    result = np.zeros_like(values)
+    for _ in range(bits):
+        result = result << 1 | values & 1
+        values = values >> 1
+    return result
+
+
 def repeats(ids: np.ndarray) -> np.ndarray:
     """(T, K) bool: the slot's expert occurs in an earlier slot of the same token."""
     top_k = ids.shape[1]
@@ -115,13 +143,14 @@ def make_workload(
     top_k: int,
     skew: float = 0.0,
     seed: int = 0,
+    with_ids: bool = True,
 ) -> Workload:
-    """Routing of one batch: token ids where that is cheap, multinomial counts where it is not."""
+    """Routing of one batch: token ids where that is cheap and wanted, else multinomial counts."""
     rng = np.random.default_rng([seed, num_ranks])
     chances = popularity(num_experts, skew, rng)
     tokens = np.full(num_ranks, tokens_per_rank, np.int64)
     title = "uniform" if skew == 0 else f"Zipf {skew:g}"
-    if num_ranks * tokens_per_rank * top_k <= MOST_DRAWN_ROUTES:
+    if with_ids and num_ranks * tokens_per_rank * top_k <= MOST_DRAWN_ROUTES:
         ids = draw_ids(num_ranks * tokens_per_rank, top_k, chances, rng)
         return Workload(tokens, counts_of(ids, tokens, num_experts), title, ids)
     chances = inclusion(chances, top_k) if top_k <= num_experts else chances * top_k

@@ -151,13 +151,13 @@ def z_loss(logits: Array, num_tokens: int, coefficient: float) -> tuple[Array, A
     """
     is_open = np.isfinite(logits)
     any_open = is_open.any(axis=1)
-    top = np.where(any_open, logits.max(axis=1, initial=-np.inf), 0).astype(np.float32)
+    top = np.where(any_open, logits.max(axis=1, initial=-np.inf), 0).astype(logits.dtype)
     shifted = sub(np.where(is_open, logits, top[:, None]), top[:, None])
-    q = np.where(is_open, exp(shifted), np.float32(0))
+    q = np.where(is_open, exp(shifted), logits.dtype.type(0))
     z = np.zeros_like(top)
     for expert in range(q.shape[1]):
         z = add(z, q[:, expert])
-    z = np.where(any_open, z, np.float32(1))
+    z = np.where(any_open, z, logits.dtype.type(1))
     lse = add(top, log(z))
     factor = div(np.float32(2 * np.float32(coefficient)), np.float32(num_tokens))
     return mul(lse, lse), mul(mul(factor, lse)[:, None], div(q, z[:, None]))

@@ -68,8 +68,8 @@ def advance_unlocking(
 ) -> UnlockState:
     """State after `step` (U1); float32 arithmetic on the run's loss, so every rank agrees.
 
-        smooth = loss at the first step, then smooth + (loss - smooth) / 16
-        flat for one more step unless smooth < best * (1 - flat_ratio)
+    smooth = loss at the first step, then smooth + (loss - smooth) / 16
+    flat for one more step unless smooth < best * (1 - flat_ratio)
     """
     first = not np.isfinite(state.best_loss) and state.smooth_loss == 0.0
     smooth = np.float32(state.smooth_loss)
@@ -77,8 +77,10 @@ def advance_unlocking(
     best = np.float32(state.best_loss)
     better = bool(smooth < mul(best, sub(np.float32(1), np.float32(options.flat_ratio))))
     best, steps_flat = (smooth, 0) if better else (best, state.steps_flat + 1)
-    due = step + 1 - state.last_unlock >= options.every if options.every else (
-        steps_flat >= options.flat_after
+    due = (
+        step + 1 - state.last_unlock >= options.every
+        if options.every
+        else (steps_flat >= options.flat_after)
     )
     num_open, last = state.num_open, state.last_unlock
     if due and num_open < num_experts:

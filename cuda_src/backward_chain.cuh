@@ -1,0 +1,34 @@
+// The ordered chain: gradients of weights that every rank holds (shared expert, router).
+//
+//   dW = tc over all tokens (rows_out^T, rows_in^T), g ascending: rank r continues the float32 accumulators that
+//   rank r - 1 wrote, its own tokens starting a new group of 16
+//
+// NumPy twin: mok_ref/chain.py: ordered_chain.
+// Executed by: the warps of backward_wgrad.cuh. One launch continues one group of tiles; launches of all ranks
+// are separated by barriers, in launch p rank r treats tile group p - r, so that ranks work on different tiles at
+// the same time and no kernel waits for a peer. A rank without tokens passes the accumulators on.
+// Reads: the previous rank's chain buffer (peer memory, complete since the barrier). Writes: this rank's.
+#pragma once
+#include "backward_wgrad.cuh"
+
+namespace mok {
+
+MOK_DEVICE void produce_chain(const WgradContext& c) {
+  StageCursor stage;
+  TaskCursor queue;
+  const u32 total = c.params.end_tile - c.params.first_tile;
+  u32 ticket = draw_ticket(c.params.ticket);
+  while (ticket < total && !aborted(c.layer.abort_flag)) {
+    const u32 next = draw_ticket(c.params.ticket);
+    const WgradTile tile = wgrad_tile(c.params, c.params.first_tile + static_cast<i32>(ticket));
+    const i32 begin = c.params.accumulate ? kBeginStart : kBeginZero;
+    const TileTask task =
+        weight_task(c.params, tile, 0, c.params.num_rows, flags_of(tile.product, begin, kEndFloat32, 0, 0));
+    publish_task(c.layout, queue, task);
+    load_wgrad_tile(c, task, 0, stage);
+    ticket = next;
+  }
+  publish_task(c.layout, queue, TileTask{});
+}
+
+}  // namespace mok

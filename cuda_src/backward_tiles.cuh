@@ -1,0 +1,283 @@
+// The three kinds of warps of the dgrad kernel: what each does with a task.
+//
+//   gate/up tile   gate = bf16(tc(x, W_gate)), up likewise, where forward did not keep them
+//   hidden tile    dhu = tc(dy, W_down^T) -> d_gate, d_up, hw, block sums of dot128   (backward_dgrad.cuh)
+//   input tile     dx = one chain over [d_gate | d_up] with [W_gate ; W_up], gate half first  (backward_dx.cuh)
+//
+// NumPy twin: mok_ref/experts.py: expert_gate_up, expert_backward.
+// Each half of the dx chain is padded with +0 to a multiple of 64, which leaves the bits of a chain padded to 16:
+// a group of zero products changes no accumulator.
+#pragma once
+#include "backward_dgrad.cuh"
+
+namespace mok {
+
+enum DgradFlags : i32 { kSharedTile = 1, kMadeAgain = 2 };
+
+struct DgradContext {
+  const LayerParams& layer;
+  const DgradParams& params;
+  const DgradMaps& maps;
+  SharedLayout layout;
+
+  MOK_DEVICE DgradCounters counters() const { return DgradCounters{params.counters, params.macro_blocks}; }
+  MOK_DEVICE i32 first_block() const { return params.macro_index * params.macro_blocks; }
+  MOK_DEVICE const DgradOperands& operands(bool shared) const { return shared ? maps.shared : maps.routed; }
+  MOK_DEVICE i32 intermediate_size(bool shared) const {
+    return shared ? layer.shared_intermediate_size : layer.intermediate_size;
+  }
+  MOK_DEVICE u32* again_ready(bool shared, i32 block) const {
+    return shared ? counters().shared_again_ready(block) : counters().again_ready(block);
+  }
+  MOK_DEVICE u32* hidden_ready(bool shared, i32 block) const {
+    return shared ? counters().shared_hidden_ready(block, params.shared_blocks) : counters().hidden_ready(block);
+  }
+};
+
+// Warpgroups that have rows in a tile: each signals its half of a row block on its own.
+MOK_DEVICE u32 halves(i32 valid) { return valid > 64 ? 2 : 1; }
+
+// ---- producer: warp 0, one lane ----
+
+// The task of a ticket; moves `walk` from the shared expert to the routed rows when that is where it lies.
+MOK_DEVICE TileTask dgrad_task(const DgradContext& c, DgradWalk& walk, bool& shared, u32 ticket) {
+  TileTask task{};
+  while (!walk.seek(ticket)) {
+    if (!shared) return task;
+    const u32 first = walk.first;
+    walk = routed_walk(c.layer, c.params);
+    walk.first = first;
+    shared = false;
+  }
+  const DgradTile tile = walk.tile(ticket);
+  const i32 row_block = c.first_block() + tile.block;
+  task.kind = tile.kind;
+  task.block = tile.block;
+  task.column = tile.column * kTileColumns;
+  task.valid = shared ? min(kRowTile, c.layer.num_tokens - tile.block * kRowTile) : c.layer.row_block_valid[row_block];
+  task.batch = shared ? 0 : c.layer.row_block_expert[row_block];
+  task.flags = (shared ? kSharedTile : 0) | (walk.block_made_again(tile.block) ? kMadeAgain : 0);
+  const i32 half = ceil_div(c.intermediate_size(shared), kDepthBlock);
+  task.depth = tile.kind == kTaskInput ? 2 * half : ceil_div(c.layer.hidden_size, kDepthBlock);
+  return task;
+}
+
+// gate and up of the tile's 256 columns as four more stages: 64 columns of both.
+MOK_DEVICE void load_gate_up(const DgradContext& c, const TileTask& task, StageCursor& stage) {
+  const bool shared = task.flags & kSharedTile, again = task.flags & kMadeAgain;
+  const DgradOperands& maps = c.operands(shared);
+  const TensorMap* gate = again ? &maps.gate_again : &maps.gate_saved;
+  const TensorMap* up = again ? &maps.up_again : &maps.up_saved;
+  const i32 row = (task.block + (again || shared ? 0 : c.first_block())) * kRowTile;
+  for (i32 chunk = 0; chunk < 4; ++chunk) {
+    mbarrier_wait(c.layout.empty(stage.index), stage.parity ^ 1);
+    const u32 full = c.layout.full(stage.index), tile = c.layout.tile_a(stage.index);
+    mbarrier_arrive_expect_tx(full, 2 * kHalfStage);
+    const Operand from_gate{gate, task.column + chunk * kDepthBlock, row, 0};
+    const Operand from_up{up, task.column + chunk * kDepthBlock, row, 0};
+    load_operand<Major::kK, 2>(tile, from_gate, 0, full);
+    load_operand<Major::kK, 2>(tile + kHalfStage, from_up, 0, full);
+    stage.advance();
+  }
+}
+
+MOK_DEVICE void load_dgrad_tile(const DgradContext& c, const TileTask& task, StageCursor& stage) {
+  const bool shared = task.flags & kSharedTile, again = task.flags & kMadeAgain;
+  const DgradOperands& maps = c.operands(shared);
+  const DgradCounters counters = c.counters();
+  const WaitContext wait = wait_context(c.layer);
+  const i32 row = task.block * kRowTile, I = c.intermediate_size(shared);
+  const u32 hidden_tiles = ceil_div(I, kTileColumns) * halves(task.valid);
+  if (task.kind == kTaskGateUp) {
+    if (!shared && !c.params.x_in_ring) {
+      wait_gpu(counters.x_ready(task.block), pulled_pieces(task.valid), wait, kPhaseRowsReady, task.block);
+      fence_proxy_async_global();
+    }
+    const i32 columns = ceil_div(I, kTileColumns) * kTileColumns;
+    const bool gate = task.column < columns;
+    const Operand weight{gate ? &maps.w_gate : &maps.w_up, 0, task.column - (gate ? 0 : columns), task.batch};
+    load_product<Major::kK, Major::kK>(c.layout, stage, Operand{&maps.x, 0, row, 0}, weight, task.depth);
+  } else if (task.kind == kTaskHidden) {
+    if (!shared) {
+      wait_gpu(counters.dy_ready(task.block), pulled_pieces(task.valid), wait, kPhaseRowsReady, task.block);
+      fence_proxy_async_global();
+    }
+    load_product<Major::kK, Major::kMN>(c.layout, stage, Operand{&maps.dy, 0, row, 0},
+                                        Operand{&maps.w_down, task.column, 0, task.batch}, task.depth);
+    if (again) {
+      wait_gpu(c.again_ready(shared, task.block), 2 * hidden_tiles, wait, kPhaseHiddenReady, task.block);
+      fence_proxy_async_global();
+    }
+    load_gate_up(c, task, stage);
+  } else {
+    wait_gpu(c.hidden_ready(shared, task.block), hidden_tiles, wait, kPhaseDgradReady, task.block);
+    fence_proxy_async_global();
+    load_product<Major::kK, Major::kMN>(c.layout, stage, Operand{&maps.d_gate, 0, row, 0},
+                                        Operand{&maps.w_gate, task.column, 0, task.batch}, task.depth / 2);
+    load_product<Major::kK, Major::kMN>(c.layout, stage, Operand{&maps.d_up, 0, row, 0},
+                                        Operand{&maps.w_up, task.column, 0, task.batch}, task.depth / 2);
+  }
+}
+
+MOK_DEVICE void produce_dgrad(const DgradContext& c) {
+  StageCursor stage;
+  TaskCursor queue;
+  DgradWalk walk = shared_walk(c.layer, c.params);
+  bool shared = true;
+  u32 ticket = draw_ticket(c.counters().tile_ticket());
+  while (true) {
+    const u32 next = draw_ticket(c.counters().tile_ticket());  // its latency hides behind this tile
+    TileTask task = dgrad_task(c, walk, shared, ticket);
+    if (aborted(c.layer.abort_flag)) task.kind = kTaskEnd;
+    publish_task(c.layout, queue, task);
+    if (task.kind == kTaskEnd) return;
+    load_dgrad_tile(c, task, stage);
+    ticket = next;
+  }
+}
+
+// ---- storing warps: 1 and 2, one per multiplying warpgroup ----
+
+// d_gate, d_up and hw of four stages to global memory; gives each stage back.
+MOK_DEVICE void store_hidden(const DgradContext& c, const TileTask& task, StageCursor& stage, u32& piece, i32 group) {
+  const DgradOperands& maps = c.operands(task.flags & kSharedTile);
+  const i32 lane = threadIdx.x % kWarpSize, row = task.block * kRowTile + group * 64;
+  for (i32 chunk = 0; chunk < 4; ++chunk, ++piece) {
+    mbarrier_wait(c.layout.piece_full(group, piece & 3), (piece >> 2) & 1);
+    if (lane == 0) {
+      const u32 tile = c.layout.tile_a(stage.index) + group * kBoxBytes;
+      const i32 column = task.column + chunk * kDepthBlock;
+      tma_store_3d(&maps.d_gate, tile, column, row, 0);
+      tma_store_3d(&maps.d_up, tile + kHalfStage, column, row, 0);
+      tma_store_3d(&maps.hw, tile + 2 * kHalfStage, column, row, 0);
+      bulk_commit_group();
+      bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    if (lane < 4) mbarrier_arrive(c.layout.empty(stage.index));
+    stage.advance();
+  }
+  if (lane == 0) {
+    bulk_wait_group<0>();
+    fence_proxy_async_global();
+    red_release_gpu(c.hidden_ready(task.flags & kSharedTile, task.block), 1);
+  }
+}
+
+MOK_DEVICE void store_dgrad(const DgradContext& c, i32 group) {
+  StageCursor stage;
+  TaskCursor queue;
+  u32 piece = 0;
+  const i32 lane = threadIdx.x % kWarpSize;
+  while (true) {
+    const TileTask task = read_task(c.layout, queue);
+    if (task.kind == kTaskEnd) return;
+    const bool shared = task.flags & kSharedTile, rows_here = task.valid > 64 * group;
+    stage.skip(task.depth);
+    if (task.kind == kTaskHidden) {
+      if (rows_here) {
+        store_hidden(c, task, stage, piece, group);
+      } else {
+        stage.skip(4);
+      }
+    } else if (task.kind == kTaskGateUp && rows_here) {
+      mbarrier_wait(c.layout.tile_done(group, queue.index), queue.parity);
+      if (lane == 0) {
+        fence_proxy_async_global();
+        red_release_gpu(c.again_ready(shared, task.block), 1);
+      }
+    } else if (task.kind == kTaskInput && !shared && task.column == 0 && rows_here) {
+      if (lane == 0) {
+        const u32 needed = ceil_div(c.layer.intermediate_size, kTileColumns) * halves(task.valid);
+        wait_gpu(c.hidden_ready(false, task.block), needed, wait_context(c.layer), kPhaseDgradReady, task.block);
+      }
+      __syncwarp();
+      push_d_weights(c.layer, c.params, task.block, task.valid, group);
+    }
+    release_task(c.layout, queue);
+  }
+}
+
+// ---- multiplying warps ----
+
+MOK_DEVICE HiddenRows hidden_rows(const DgradContext& c, const TileTask& task, i32 row) {
+  const bool shared = task.flags & kSharedTile;
+  const i64 ring_rows = static_cast<i64>(c.params.macro_blocks) * kRowTile;
+  const i64 ring_row = static_cast<i64>(task.block) * kRowTile + row;
+  HiddenRows rows;
+  rows.partial_stride = ring_rows;
+#pragma unroll
+  for (i32 j = 0; j < 2; ++j) {
+    const bool route = row + 8 * j < task.valid;
+    const i64 global_row = c.params.macro_index * ring_rows + ring_row + 8 * j;
+    rows.weight[j] = shared ? 1.0f : c.layer.row_weight[global_row];
+    rows.keep[j] = route ? ~0u : 0u;
+    rows.partial[j] = shared || !route
+                          ? nullptr
+                          : c.params.dot_partial + task.column / kDotBlock * ring_rows + ring_row + 8 * j;
+  }
+  return rows;
+}
+
+template <bool kClamp>
+MOK_DEVICE void finish_hidden(float (&d)[128], const DgradContext& c, const TileTask& task, StageCursor& stage,
+                              u32& piece, i32 group, const SwigluLimit& clamp) {
+  const i32 lane = threadIdx.x % kWarpSize, row = first_row_of_warp() + lane / 4;
+  const i32 I = c.intermediate_size(task.flags & kSharedTile);
+  if (task.valid < group * 64 + 64 || task.column + kTileColumns > I) {
+    mask_tile(d, row, task.valid, task.column + 2 * (lane % 4), I);
+  }
+  hidden_epilogue<kClamp>(d, c.layout, stage, piece, group, hidden_rows(c, task, row), clamp);
+}
+
+MOK_DEVICE TargetRows target_rows(const DgradContext& c, const TileTask& task, i32 hidden_columns) {
+  const bool shared = task.flags & kSharedTile;
+  const i64 row = static_cast<i64>(task.block) * kRowTile;
+  if (task.kind == kTaskInput) {
+    if (!shared) return owner_slots(c.layer, static_cast<i64>(c.first_block()) * kRowTile + row);
+    return local_rows(c.params.shared_dx, row, task.valid, c.layer.hidden_size);
+  }
+  const bool gate = task.column < hidden_columns;
+  u16* matrix = shared ? (gate ? c.params.shared_gate_again : c.params.shared_up_again)
+                       : (gate ? c.params.gate_again : c.params.up_again);
+  return local_rows(matrix, row, task.valid, c.intermediate_size(shared));
+}
+
+template <bool kClamp>
+MOK_DEVICE void multiply_dgrad(const DgradContext& c, i32 group) {
+  StageCursor stage;
+  TaskCursor queue;
+  u32 piece = 0;
+  const float limit = c.layer.swiglu_limit;
+  const SwigluLimit clamp{limit, kClamp ? sigmoid(limit) : 0.0f};
+  const u32 staging = c.layout.staging(threadIdx.x / kWarpSize - 4);
+  while (true) {
+    const TileTask task = read_task(c.layout, queue);
+    if (task.kind == kTaskEnd) return;
+    const u32 done = c.layout.tile_done(group, queue.index);
+    release_task(c.layout, queue);
+    if (task.valid <= 64 * group) {
+      skip_stages(c.layout, stage, task.depth + (task.kind == kTaskHidden ? 4 : 0));
+    } else {
+      float d[128];
+      if (task.kind == kTaskGateUp) {
+        multiply<Major::kK, Major::kK>(d, c.layout, stage, task.depth, group, 0);
+      } else {
+        multiply<Major::kK, Major::kMN>(d, c.layout, stage, task.depth, group, 0);
+      }
+      if (task.kind == kTaskHidden) {
+        finish_hidden<kClamp>(d, c, task, stage, piece, group, clamp);
+      } else {
+        const i32 I = c.intermediate_size(task.flags & kSharedTile);
+        const i32 hidden_columns = ceil_div(I, kTileColumns) * kTileColumns;
+        const bool input = task.kind == kTaskInput, up = !input && task.column >= hidden_columns;
+        store_rows(d, staging, target_rows(c, task, hidden_columns), task.column - (up ? hidden_columns : 0),
+                   input ? c.layer.hidden_size : I);
+      }
+    }
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(done);
+  }
+}
+
+}  // namespace mok

@@ -1,0 +1,308 @@
+// Weight gradients: products whose K axis is rows, chains that may begin where an earlier launch ended.
+//
+//   dW_down[e] = start + dy^T hw      dW_gate[e] = start + d_gate^T x      dW_up[e] = start + d_up^T x
+//   over the rows of expert e, ascending, groups of 16 from the segment's start; start = +0 or main_grad
+//
+// NumPy twin: mok_ref/experts.py: weight_gradient.
+// Executed by: the pipeline of backward_pipeline.cuh, tile 128 x 256, both operands MN-major. One launch covers one
+// macrobatch. A chain whose expert goes on in the next macrobatch is stored as float32 (in dW itself when that is
+// float32, else in a buffer for straddling chains) and continued there: the bits are those of an unbroken chain.
+// An expert without rows: +0 everywhere, or left alone when gradients accumulate.
+// Rows behind the last route are +0 in both operands up to a multiple of 64, which is how far K runs.
+// Reads: rings written by the dgrad kernel before it in the stream. Writes: dW. Synchronisation: tickets only.
+#pragma once
+#include "backward_schedule.cuh"
+#include "numerics.cuh"
+
+namespace mok {
+
+enum ChainBegin : i32 { kBeginZero = 0, kBeginStart = 1, kBeginStraddling = 2 };
+enum ChainEnd : i32 { kEndFloat32 = 0, kEndBf16 = 1, kEndStraddling = 2 };
+
+// flags of a wgrad task: product | begin << 4 | end << 8 | begin slot << 12 | end slot << 13
+MOK_DEVICE i32 flags_of(i32 product, i32 begin, i32 end, i32 begin_slot, i32 end_slot) {
+  return product | begin << 4 | end << 8 | begin_slot << 12 | end_slot << 13;
+}
+MOK_DEVICE i32 product_of(i32 flags) { return flags & 15; }
+MOK_DEVICE i32 begin_of(i32 flags) { return flags >> 4 & 15; }
+MOK_DEVICE i32 end_of(i32 flags) { return flags >> 8 & 15; }
+MOK_DEVICE i32 begin_slot_of(i32 flags) { return flags >> 12 & 1; }
+MOK_DEVICE i32 end_slot_of(i32 flags) { return flags >> 13 & 1; }
+
+constexpr i32 kTileGroup = 16;  // tiles of M walked together for one tile of N
+
+struct WgradTile {
+  i32 product, row, column;
+};
+
+MOK_DEVICE i32 product_tiles(const WgradParams& params, i32 product) {
+  return ceil_div(params.rows[product], kTileRows) * ceil_div(params.columns[product], kTileColumns);
+}
+
+MOK_DEVICE i32 tiles_per_expert(const WgradParams& params) {
+  i32 tiles = 0;
+  for (i32 p = 0; p < params.num_products; ++p) tiles += product_tiles(params, p);
+  return tiles;
+}
+
+MOK_DEVICE WgradTile wgrad_tile(const WgradParams& params, i32 index) {
+  i32 product = 0;
+  while (index >= product_tiles(params, product)) index -= product_tiles(params, product++);
+  const i32 tiles_m = ceil_div(params.rows[product], kTileRows);
+  const i32 tiles_n = ceil_div(params.columns[product], kTileColumns);
+  const i32 group = index / (kTileGroup * tiles_n), inside = index - group * kTileGroup * tiles_n;
+  const i32 group_rows = min(kTileGroup, tiles_m - group * kTileGroup);
+  const i32 m = group * kTileGroup + inside % group_rows, n = inside / group_rows;
+  return WgradTile{product, m * kTileRows, n * kTileColumns};
+}
+
+// ---- which experts a macrobatch treats ----
+
+struct ExpertRange {
+  i32 first, end;
+};
+
+// Experts whose rows lie in the macrobatch, and idle ones in front of them; the last macrobatch takes the idle
+// ones behind as well, so that every expert is treated.
+MOK_DEVICE ExpertRange experts_of_macrobatch(const LayerParams& layer, const WgradParams& params) {
+  const i32 total = layer.info->num_row_blocks, first_block = params.macro_index * params.macro_blocks;
+  if (params.macro_index > 0 && first_block >= total) return ExpertRange{0, 0};
+  i32 first = 0;
+  if (first_block > 0) {
+    const i32 before = layer.row_block_expert[first_block - 1];
+    first = before == layer.row_block_expert[first_block] ? before : before + 1;
+  }
+  const i32 end_block = first_block + params.macro_blocks;
+  return ExpertRange{first, end_block >= total ? layer.num_local_experts : layer.row_block_expert[end_block - 1] + 1};
+}
+
+// Rows of one expert inside the macrobatch.
+struct ExpertRows {
+  i32 ring_row, count;
+  bool begun, ends;  // the chain began in an earlier macrobatch; it ends in this one
+};
+
+MOK_DEVICE ExpertRows expert_rows(const LayerParams& layer, const WgradParams& params, i32 expert) {
+  const i64 macro_rows = static_cast<i64>(params.macro_blocks) * kRowTile;
+  const i64 macro_first = params.macro_index * macro_rows;
+  const i64 first = layer.expert_offset[expert], end = first + layer.expert_count[expert];
+  const i64 low = max(first, macro_first), high = min(end, macro_first + macro_rows);
+  return ExpertRows{static_cast<i32>(low - macro_first), static_cast<i32>(max(static_cast<i64>(0), high - low)),
+                    first < macro_first && end > macro_first, end <= macro_first + macro_rows};
+}
+
+struct WgradContext {
+  const LayerParams& layer;
+  const WgradParams& params;
+  const WgradMaps& maps;
+  SharedLayout layout;
+};
+
+// ---- producer ----
+
+MOK_DEVICE i32 chain_flags(const WgradParams& params, const ExpertRows& rows, i32 product) {
+  const bool in_place = params.gradient_type == kFloat32Gradient;
+  i32 begin = params.accumulate ? kBeginStart : kBeginZero;
+  if (rows.begun) begin = in_place ? kBeginStart : kBeginStraddling;
+  i32 end = in_place ? kEndFloat32 : kEndBf16;
+  if (!rows.ends && !in_place) end = kEndStraddling;
+  return flags_of(product, begin, end, params.macro_index & 1, (params.macro_index + 1) & 1);
+}
+
+// Loads one tile's operands: rows `ring_row` .. of both matrices along K.
+MOK_DEVICE void load_wgrad_tile(const WgradContext& c, const TileTask& task, i32 ring_row, StageCursor& stage) {
+  const i32 product = product_of(task.flags);
+  load_product<Major::kMN, Major::kMN>(c.layout, stage, Operand{&c.maps.rows_out[product], task.block, ring_row, 0},
+                                       Operand{&c.maps.rows_in[product], task.column, ring_row, 0}, task.depth);
+}
+
+MOK_DEVICE TileTask weight_task(const WgradParams& params, const WgradTile& tile, i32 expert, i32 num_rows, i32 flags) {
+  return TileTask{kTaskWeight,
+                  tile.row,
+                  tile.column,
+                  min(kTileRows, params.rows[tile.product] - tile.row),
+                  ceil_div(num_rows, kDepthBlock),
+                  expert,
+                  flags,
+                  0};
+}
+
+MOK_DEVICE void produce_wgrad(const WgradContext& c) {
+  StageCursor stage;
+  TaskCursor queue;
+  const ExpertRange experts = experts_of_macrobatch(c.layer, c.params);
+  const u32 tiles = tiles_per_expert(c.params), total = (experts.end - experts.first) * tiles;
+  u32 ticket = draw_ticket(c.params.ticket);
+  while (ticket < total && !aborted(c.layer.abort_flag)) {
+    const u32 next = draw_ticket(c.params.ticket);
+    const i32 expert = experts.first + static_cast<i32>(ticket / tiles);
+    const ExpertRows rows = expert_rows(c.layer, c.params, expert);
+    if (rows.count > 0 || !c.params.accumulate) {
+      const WgradTile tile = wgrad_tile(c.params, static_cast<i32>(ticket % tiles));
+      const TileTask task =
+          weight_task(c.params, tile, expert, rows.count, chain_flags(c.params, rows, tile.product));
+      publish_task(c.layout, queue, task);
+      load_wgrad_tile(c, task, rows.ring_row, stage);
+    }
+    ticket = next;
+  }
+  publish_task(c.layout, queue, TileTask{});
+}
+
+// ---- multiplying warps ----
+
+// First element of the tile's chain start, and its matrix (M x N, row-major).
+template <typename T>
+MOK_DEVICE const T* matrix_of(const void* base, i64 index, const WgradParams& params, i32 product) {
+  return static_cast<const T*>(base) + index * params.rows[product] * params.columns[product];
+}
+
+MOK_DEVICE void load_pair(const float* at, float& low, float& high) {
+  const float2 pair = __ldcg(reinterpret_cast<const float2*>(at));
+  low = pair.x;
+  high = pair.y;
+}
+
+MOK_DEVICE void load_pair(const u16* at, float& low, float& high) {
+  const u32 pair = __ldcg(reinterpret_cast<const u32*>(at));
+  low = bf16_low(pair);
+  high = bf16_high(pair);
+}
+
+// The accumulators a chain resumes from; +0 outside the matrix.
+template <typename T>
+MOK_DEVICE void load_accumulators(float (&d)[128], const T* matrix, i32 row, i32 column, i32 rows, i32 columns) {
+#pragma unroll
+  for (i32 j = 0; j < 2; ++j) {
+    const T* line = matrix + static_cast<i64>(row + 8 * j) * columns + column;
+#pragma unroll
+    for (i32 i = 0; i < 32; ++i) {
+      float low = 0.0f, high = 0.0f;
+      if (row + 8 * j < rows && column + 8 * i < columns) load_pair(line + 8 * i, low, high);
+      d[4 * i + 2 * j] = low;
+      d[4 * i + 2 * j + 1] = high;
+    }
+  }
+}
+
+MOK_DEVICE void begin_chain(float (&d)[128], const WgradContext& c, const TileTask& task) {
+  const i32 lane = threadIdx.x % kWarpSize, product = product_of(task.flags);
+  const i32 row = task.block + (threadIdx.x / kWarpSize - 4) * 16 + lane / 4, column = task.column + 2 * (lane % 4);
+  const i32 rows = c.params.rows[product], columns = c.params.columns[product];
+  if (begin_of(task.flags) == kBeginStraddling) {
+    const float* matrix = matrix_of<float>(c.params.straddling[product], begin_slot_of(task.flags), c.params, product);
+    load_accumulators(d, matrix, row, column, rows, columns);
+  } else if (c.params.start_type == kFloat32Gradient) {
+    load_accumulators(d, matrix_of<float>(c.params.start[product], task.batch, c.params, product), row, column, rows,
+                      columns);
+  } else {
+    load_accumulators(d, matrix_of<u16>(c.params.start[product], task.batch, c.params, product), row, column, rows,
+                      columns);
+  }
+}
+
+// Staging buffer of a piece: 64 rows of 128 bytes, swizzled as TMA expects; two per warpgroup.
+MOK_DEVICE u32 piece_buffer(const SharedLayout& layout, i32 group, u32 piece) {
+  return layout.staging(group * 4 + (piece & 1) * 2);
+}
+
+MOK_DEVICE void hand_over_piece(const SharedLayout& layout, i32 group, u32& piece) {
+  fence_proxy_async_shared();
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(layout.piece_full(group, piece & 1));
+  ++piece;
+}
+
+// 8 pieces of 32 float32 columns.
+MOK_DEVICE void stage_float32(const float (&d)[128], const SharedLayout& layout, i32 group, u32& piece) {
+  const i32 lane = threadIdx.x % kWarpSize, q = lane % 4, r8 = lane / 4;
+  const i32 row = threadIdx.x / kWarpSize % 4 * 16 + r8;
+#pragma unroll
+  for (i32 chunk = 0; chunk < 8; ++chunk) {
+    mbarrier_wait(layout.piece_empty(group, piece & 1), ((piece >> 1) & 1) ^ 1);
+    const u32 base = piece_buffer(layout, group, piece) + row * 128;
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) {
+      const u32 at = base + (((2 * i + q / 2) ^ r8) << 4) + (q & 1) * 8;
+      const i32 o = chunk * 16 + i * 4;
+      st_shared_v2_f32(at, d[o], d[o + 1]);
+      st_shared_v2_f32(at + 8 * 128, d[o + 2], d[o + 3]);
+    }
+    hand_over_piece(layout, group, piece);
+  }
+}
+
+// 4 pieces of 64 bf16 columns: the one rounding at the end of a chain.
+MOK_DEVICE void stage_bf16(const float (&d)[128], const SharedLayout& layout, i32 group, u32& piece) {
+  const i32 lane = threadIdx.x % kWarpSize, row = threadIdx.x / kWarpSize % 4 * 16 + lane % 16;
+#pragma unroll
+  for (i32 chunk = 0; chunk < 4; ++chunk) {
+    mbarrier_wait(layout.piece_empty(group, piece & 1), ((piece >> 1) & 1) ^ 1);
+    const u32 base = piece_buffer(layout, group, piece) + row * 128;
+#pragma unroll
+    for (i32 u = 0; u < 8; u += 2) {
+      const i32 o = chunk * 32 + u * 4;
+      stmatrix_x4(base + (((u + lane / 16) ^ (row & 7)) << 4), pack_bf16x2(d[o], d[o + 1]),
+                  pack_bf16x2(d[o + 2], d[o + 3]), pack_bf16x2(d[o + 4], d[o + 5]), pack_bf16x2(d[o + 6], d[o + 7]));
+    }
+    hand_over_piece(layout, group, piece);
+  }
+}
+
+MOK_DEVICE void multiply_wgrad(const WgradContext& c, i32 group) {
+  StageCursor stage;
+  TaskCursor queue;
+  u32 piece = 0;
+  while (true) {
+    const TileTask task = read_task(c.layout, queue);
+    if (task.kind == kTaskEnd) return;
+    release_task(c.layout, queue);
+    if (task.valid <= 64 * group) {
+      skip_stages(c.layout, stage, task.depth);
+      continue;
+    }
+    float d[128];
+    const i32 resumed = begin_of(task.flags) != kBeginZero;
+    if (resumed) {
+      begin_chain(d, c, task);
+    } else if (task.depth == 0) {
+#pragma unroll
+      for (i32 i = 0; i < 128; ++i) d[i] = 0.0f;
+    }
+    if (task.depth > 0) multiply<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed);
+    if (end_of(task.flags) == kEndBf16) {
+      stage_bf16(d, c.layout, group, piece);
+    } else {
+      stage_float32(d, c.layout, group, piece);
+    }
+  }
+}
+
+// ---- storing warps: one lane each ----
+
+MOK_DEVICE void store_wgrad(const WgradContext& c, i32 group) {
+  TaskCursor queue;
+  u32 piece = 0;
+  while (true) {
+    const TileTask task = read_task(c.layout, queue);
+    release_task(c.layout, queue);
+    if (task.kind == kTaskEnd) break;
+    if (task.valid <= 64 * group || threadIdx.x % kWarpSize != 0) continue;
+    const i32 product = product_of(task.flags), end = end_of(task.flags);
+    const TensorMap* map = end == kEndFloat32 ? &c.maps.gradient32[product]
+                           : end == kEndBf16  ? &c.maps.gradient16[product]
+                                              : &c.maps.straddling[product];
+    const i32 batch = end == kEndStraddling ? end_slot_of(task.flags) : task.batch;
+    const i32 pieces = end == kEndBf16 ? 4 : 8, width = kTileColumns / pieces;
+    for (i32 p = 0; p < pieces; ++p, ++piece) {
+      mbarrier_wait(c.layout.piece_full(group, piece & 1), (piece >> 1) & 1);
+      tma_store_3d(map, piece_buffer(c.layout, group, piece), task.column + p * width, task.block + group * 64, batch);
+      bulk_commit_group();
+      bulk_wait_group_read<0>();
+      mbarrier_arrive(c.layout.piece_empty(group, piece & 1));
+    }
+  }
+  if (threadIdx.x % kWarpSize == 0) bulk_wait_group<0>();
+}
+
+}  // namespace mok

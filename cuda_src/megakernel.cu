@@ -1,0 +1,47 @@
+// megakernel.cu: the forward layer of one rank in one persistent kernel.
+// Compiled for: sm_90a
+//
+//   dispatch (pull) -> gate/up -> SwiGLU -> down -> push, shared expert first           (spec section 5)
+//
+// NumPy twin     mok_ref/layer.py: moe_forward, between its two barriers
+// Launch         at most one CTA per SM (any number works: tickets), kForwardThreads threads,
+//                kForwardSharedBytes of dynamic shared memory
+// Warps          warpgroup 0: warp 0 producer, warp 1 signals, warps 2 and 3 pull rows
+//                warpgroups 1, 2: math, 64 rows of each tile
+// Before         schedule tables complete, counters zero, all ranks' x in place (barrier kernel)
+// After          this rank's y rows are on their way to their owners: complete after the next barrier
+// Never waits for another rank. Every wait is limited in time; after a time-out the kernel runs to its end
+// without waiting and its output is void.
+#include "dispatch.cuh"
+#include "experts.cuh"
+
+namespace mok {
+
+// Registers per thread: 128 * helpers + 256 * math must not exceed 64,512.
+constexpr i32 kHelperRegisters = 88;
+constexpr i32 kMathRegisters = 208;
+static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subscribed registers hang silently");
+
+extern "C" __global__ void MOK_CLUSTER_DIMS __launch_bounds__(kForwardThreads, 1)
+    moe_forward_hopper(const __grid_constant__ LayerParams params, const __grid_constant__ ForwardMaps maps) {
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  if (threadIdx.x == 0) init_barriers(shared_address(bytes));
+  sync_cluster_or_cta();
+
+  if (warp < 4) {
+    setmaxnreg_dec<kHelperRegisters>();
+    if (warp == 0 && lane == 0) produce_tiles(params, maps, bytes);
+    if (warp == 1 && lane == 0) signal_tiles(params, bytes);
+    if (warp >= 2) dispatch_forward(params);
+  } else {
+    setmaxnreg_inc<kMathRegisters>();
+    multiply_tiles(params, bytes, warp / 4 - 1);
+  }
+  if constexpr (kClusterSize > 1) {
+    __syncwarp();
+    cluster_sync();  // a CTA's shared memory must outlive its partner's multicasts and arrivals
+  }
+}
+
+}  // namespace mok

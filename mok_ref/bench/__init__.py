@@ -1,0 +1,1 @@
+"""Benchmarks: this layer beside dense cuBLAS and whole-layer peers, on one GPU."""

@@ -1,0 +1,94 @@
+"""Speed of the reference on this machine's cores: tokens/s and multiply-adds/s against R and size."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+
+from mok_ref.runner import RandomCase, Settings, make_plan, run_virtual
+
+SIZES = {
+    "small": RandomCase(256, 256, 128, num_experts=8, top_k=2),
+    "medium": RandomCase(512, 512, 256, num_experts=16, top_k=2, shared_size=128),
+}
+
+
+@dataclass(frozen=True)
+class CpuTiming:
+    """The fastest of several runs of one size on one number of ranks."""
+
+    name: str
+    ranks: int
+    num_tokens: int
+    forward_ms: float
+    backward_ms: float
+    forward_macs_per_s: float
+    backward_macs_per_s: float
+    digest: str
+
+
+def parse_size(text: str) -> RandomCase:
+    """A name in `SIZES`, or NxHxIxExK. Raises: ValueError."""
+    if text in SIZES:
+        return SIZES[text]
+    if not re.fullmatch(r"\d+(x\d+){4}", text):
+        raise ValueError(f"sizes must be {', '.join(SIZES)} or NxHxIxExK, got {text!r}")
+    return RandomCase(*(int(number) for number in text.split("x")))
+
+
+def multiply_adds(size: RandomCase) -> int:
+    """Multiply-adds of a forward: 3 products of H x I per routed row, and the shared expert's.
+
+    Backward does twice as many (dhu, dx over 2I, and three weight gradients).
+    """
+    routed = size.num_tokens * size.top_k * size.intermediate_size
+    return 3 * size.hidden_size * (routed + size.num_tokens * size.shared_size)
+
+
+def bench_cpu(sizes: str, ranks: list[int], repeats: int, backward: bool) -> list[CpuTiming]:
+    """Time every size on every number of ranks that divides its experts."""
+    if repeats < 1:
+        raise ValueError(f"repeats must be >= 1, got {repeats}")
+    chosen = [(name, parse_size(name)) for name in sizes.split(",")]
+    return [
+        _time(name, size, r, repeats, backward)
+        for name, size in chosen
+        for r in ranks
+        if size.num_experts % r == 0
+    ]
+
+
+def _time(name: str, size: RandomCase, ranks: int, repeats: int, backward: bool) -> CpuTiming:
+    plan = make_plan(size.make(), Settings(ranks=ranks, backward=backward))
+    results = [run_virtual(plan) for _ in range(repeats)]
+    forward = min(result.seconds("forward") for result in results)
+    back = min(result.seconds("backward") for result in results)
+    macs = multiply_adds(size)
+    return CpuTiming(
+        name=name,
+        ranks=ranks,
+        num_tokens=size.num_tokens,
+        forward_ms=1e3 * forward,
+        backward_ms=1e3 * back,
+        forward_macs_per_s=macs / forward,
+        backward_macs_per_s=2 * macs / back if back else 0.0,
+        digest=results[0].digest,
+    )
+
+
+def print_bench(timings: list[CpuTiming], as_json: bool) -> None:
+    """A table, or a JSON list."""
+    if as_json:
+        print(json.dumps([asdict(timing) for timing in timings], indent=1))
+        return
+    from mok_ref.printing import console, table
+
+    columns = (">R", ">tokens", ">forward ms", ">tokens/s", ">M multiply-adds/s")
+    shown = table(None, "size", *columns, ">backward ms", ">M multiply-adds/s", "digest")
+    for t in timings:
+        cells = (t.ranks, t.num_tokens, f"{t.forward_ms:.0f}")
+        rates = (f"{1e3 * t.num_tokens / t.forward_ms:.0f}", f"{t.forward_macs_per_s / 1e6:.0f}")
+        back = (f"{t.backward_ms:.0f}", f"{t.backward_macs_per_s / 1e6:.0f}", t.digest[:12])
+        shown.add_row(t.name, *map(str, (*cells, *rates, *back)))
+    console().print(shown)

@@ -1,0 +1,471 @@
+"""The command line `mok-ref`.
+
+Bad input is one line on stderr and exit status 2, under mpiexec once for all ranks. A comparison that
+finds different bits is exit status 1. Commands import what they need when they run, so that `--help`
+stays quick and a machine without a GPU, MPI or matplotlib can use everything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from mok_ref.heap.protocol import HeapError
+from mok_ref.launch import MpiJob, under_mpiexec
+
+if TYPE_CHECKING:
+    from mok_ref.casefile import Case
+    from mok_ref.runner import RunResult, Settings
+
+app = typer.Typer(
+    name="mok-ref",
+    no_args_is_help=True,
+    add_completion=False,
+    help="A mixture-of-experts layer that has the same bits everywhere.",
+)
+golden_app = typer.Typer(no_args_is_help=True, help="Store and check golden cases.")
+app.add_typer(golden_app, name="golden")
+
+MORE_COMMANDS = ("mok_ref.training.commands", "mok_ref.planner.commands")
+USER_ERRORS = (ValueError, OSError, HeapError, RuntimeError)
+
+_job: MpiJob | None = None  # this process's part in an MPI job, made by `main`
+
+Input = Annotated[Path | None, typer.Option("--input", help="Case file (.npz); default: random.")]
+Ranks = Annotated[int | None, typer.Option(help="Ranks; another number than the case's re-splits.")]
+Order = Annotated[str | None, typer.Option(help="canonical or round_robin; overrides the case.")]
+Dtype = Annotated[str | None, typer.Option(help="bf16 or mxfp8 experts; overrides the case.")]
+ScaleRule = Annotated[str | None, typer.Option(help="fit or ocp, for mxfp8; overrides the case.")]
+Placement = Annotated[
+    str | None, typer.Option(help="Owner rank of each expert: even, or 0,1,1,...; overrides.")
+]
+Macrobatch = Annotated[int | None, typer.Option(help="Rows of the ring buffer (multiple of 128).")]
+Minibatch = Annotated[int | None, typer.Option(help="Rows of one hand-over (multiple of 128).")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Tokens = Annotated[int | None, typer.Option(help="Random case: tokens N of the whole batch.")]
+Hidden = Annotated[int | None, typer.Option(help="Random case: hidden size H.")]
+Intermediate = Annotated[int | None, typer.Option(help="Random case: intermediate size I.")]
+Experts = Annotated[int | None, typer.Option(help="Random case: experts E.")]
+TopK = Annotated[int | None, typer.Option(help="Random case: slots K per token.")]
+Shared = Annotated[int | None, typer.Option(help="Random case: width of a shared expert.")]
+Limit = Annotated[float | None, typer.Option(help="Random case: clamp of gate and up.")]
+Router = Annotated[bool | None, typer.Option("--router", help="Random case: with a router.")]
+Seed = Annotated[int | None, typer.Option(help="Random case: seed.")]
+
+
+# --------------------------------------------------------------------------- commands
+
+
+@app.command()
+def run(
+    input: Input = None,
+    output: Annotated[Path | None, typer.Option(help="Write results here (.npz).")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="Gradients too.")] = False,
+    ranks: Ranks = None,
+    order: Order = None,
+    dtype: Dtype = None,
+    scale_rule: ScaleRule = None,
+    placement: Placement = None,
+    macrobatch: Macrobatch = None,
+    minibatch: Minibatch = None,
+    arithmetic: Annotated[str, typer.Option(help="exact, fast or float64.")] = "exact",
+    save: Annotated[str, typer.Option(help="What forward keeps: all, ring, none.")] = "all",
+    device: Device = "cpu",
+    timeout: Annotated[float, typer.Option(help="Seconds a rank waits for the others.")] = 120.0,
+    as_json: AsJson = False,
+    save_input: Annotated[Path | None, typer.Option(help="Write the case here (.npz).")] = None,
+    tokens: Tokens = None,
+    hidden: Hidden = None,
+    intermediate: Intermediate = None,
+    experts: Experts = None,
+    top_k: TopK = None,
+    shared: Shared = None,
+    limit: Limit = None,
+    router: Router = None,
+    seed: Seed = None,
+) -> None:
+    """Run the layer on virtual ranks, or one rank per process under mpiexec."""
+    from mok_ref.casefile import save_case, write_npz
+    from mok_ref.runner import Settings, make_plan
+
+    sizes = (tokens, hidden, intermediate, experts, top_k, shared, limit, router, seed)
+    case = _read_or_make(input, sizes)
+    settings = Settings(
+        ranks=ranks,
+        order=order,
+        dtype=dtype,
+        scale_rule=scale_rule,
+        placement=_placement(placement),
+        macrobatch=macrobatch,
+        minibatch=minibatch,
+        arithmetic=arithmetic,
+        save=save,
+        backward=backward,
+        device=device,
+        timeout_s=timeout,
+    )
+    _check_outputs(output, save_input)
+    plan = make_plan(case, settings, None if _job is None else _job.size)
+    if save_input is not None and _is_root():
+        save_case(save_input, case)
+    result = _run(plan)
+    if result is None:
+        return
+    if output is not None:
+        write_npz(output, result.output_arrays())
+    _print_run(result, as_json)
+
+
+@app.command()
+def verify(
+    input: Input = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks: 1,8,72 or 1-4,8.")] = "1,8,72",
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Run one case in many ways; all must give the same bits (exit status 1 if not)."""
+    from mok_ref.verify import Verifier, default_case, fitting_ranks, parse_ranks, variants
+
+    _refuse_mpiexec("verify")
+    case = default_case() if input is None else _load(input)
+    fitting, skipped = fitting_ranks(case, parse_ranks(ranks))
+    verifier = Verifier(case)
+    if device != "cpu" and fitting:  # what the device is compared with
+        verifier.check(next(iter(variants(case, fitting[:1], "cpu", dtype))))
+    checks = []
+    for settings in variants(case, fitting, device, dtype):
+        checks.append(verifier.check(settings))
+        if sys.stderr.isatty():
+            print(f"{len(checks)} runs, R={checks[-1].ranks} ...", end="\r", file=sys.stderr)
+    enough = len(fitting) >= 2
+    good = enough and not any(check.fault for check in checks)
+    _print_checks(checks, skipped, len(case.w_gate), good, as_json)
+    if not enough:
+        print(f"fewer than two numbers of ranks compared: {fitting}", file=sys.stderr)
+    if not good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def schedule(
+    input: Input = None,
+    ranks: Ranks = None,
+    order: Order = None,
+    placement: Placement = None,
+    macrobatch: Macrobatch = None,
+    minibatch: Minibatch = None,
+    rows: Annotated[int, typer.Option(help="Print the first rows of each schedule.")] = 8,
+    plot: Annotated[Path | None, typer.Option(help="Draw it (.png, .svg, .pdf).")] = None,
+    as_json: AsJson = False,
+    tokens: Tokens = None,
+    experts: Experts = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+) -> None:
+    """Print who pulls which rows from whom; --plot draws it."""
+    from mok_ref.plotting import check_picture_path, draw_schedule
+    from mok_ref.printing import print_schedule
+    from mok_ref.runner import Settings, make_plan, routes_of, traffic_of
+    from mok_ref.schedule import build_schedule
+
+    _refuse_mpiexec("schedule")
+    if plot is not None:
+        check_picture_path(plot)
+    sizes = (tokens, None, None, experts, top_k, None, None, None, seed)
+    if input is None and ranks is None:
+        ranks = 4
+    settings = Settings(
+        ranks=ranks,
+        order=order,
+        placement=_placement(placement),
+        macrobatch=macrobatch,
+        minibatch=minibatch,
+    )
+    plan = make_plan(_read_or_make(input, sizes), settings)
+    ids = routes_of(plan)
+    traffic = traffic_of(plan, ids)
+    if as_json:
+        print(json.dumps({"ranks": plan.config.ep_size, "rows_pulled": traffic.tolist()}))
+    else:
+        print_schedule(plan, ids, traffic, rows)
+    if plot is not None:
+        everyone = range(plan.config.ep_size)
+        schedules = [build_schedule(plan.config, r, ids, plan.splits) for r in everyone]
+        draw_schedule(plot, plan.config, schedules, traffic)
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Versions, devices and backends found; what is missing and how to install it."""
+    from mok_ref.info import collect
+    from mok_ref.printing import console, table
+
+    findings = collect() + _missing_commands()
+    if not _is_root():
+        return
+    if as_json:
+        rows = [{"name": f.name, "state": f.state, "hint": f.hint} for f in findings]
+        print(json.dumps(rows, indent=1))
+        return
+    shown = table(None, "what", "found", "how to get it")
+    for finding in findings:
+        shown.add_row(finding.name, finding.state, finding.hint)
+    console().print(shown)
+
+
+@app.command()
+def build(
+    arch: Annotated[str, typer.Option(help="Targets, e.g. sm_90a,sm_80,sm_100a.")] = "sm_90a",
+    as_json: AsJson = False,
+) -> None:
+    """Compile everything in cuda_src (needs the [gpu] extra, no GPU)."""
+    from dataclasses import asdict
+
+    from mok_ref.gpu.compiler import compile_cubin, resource_usage, source_names
+    from mok_ref.printing import console, table
+
+    _refuse_mpiexec("build")
+    shown = table(None, "target", "source", "kernel", ">registers", ">shared", ">stack", ">spills")
+    report = []
+    for target in arch.split(","):
+        for source in source_names(target):
+            for kernel in resource_usage(compile_cubin(source, target)):
+                report.append({"target": target, "source": source, **asdict(kernel)})
+                spills = kernel.spill_store_bytes + kernel.spill_load_bytes
+                numbers = (kernel.registers, kernel.static_smem_bytes, kernel.stack_bytes, spills)
+                shown.add_row(target, source, kernel.name, *map(str, numbers))
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        console().print(shown)
+
+
+@app.command()
+def bench(
+    device: Device = "cpu",
+    sizes: Annotated[
+        str, typer.Option(help="Cases on the CPU: small, medium, or NxHxIxExK, comma-separated.")
+    ] = "small,medium",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks on the CPU.")] = "1,2,4",
+    repeats: Annotated[int, typer.Option(help="Runs of which the fastest counts.")] = 2,
+    backward: Annotated[bool, typer.Option("--backward/--forward", help="Gradients too.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Time the layer: tokens/s and multiply-adds/s against ranks and size."""
+    from mok_ref.bench.cpu import bench_cpu, print_bench
+    from mok_ref.verify import parse_ranks
+
+    _refuse_mpiexec("bench")
+    if device == "cuda":
+        _bench_cuda(as_json)
+        return
+    if device != "cpu":
+        raise ValueError(f"device must be one of cpu, cuda, got {device!r}")
+    timings = bench_cpu(sizes, parse_ranks(ranks), repeats, backward)
+    print_bench(timings, as_json)
+
+
+@golden_app.command("make")
+def golden_make(folder: Annotated[Path, typer.Argument(help="Folder of golden cases.")]) -> None:
+    """Write the built-in cases a folder lacks and outputs of cases that have none."""
+    from mok_ref.golden import make_folder
+
+    _refuse_mpiexec("golden make")
+    make_folder(folder, lambda path: print(f"wrote {path}"))
+
+
+@golden_app.command("check")
+def golden_check(
+    folder: Annotated[Path, typer.Argument(help="Folder of golden cases.")],
+    ranks: Ranks = None,
+    macrobatch: Macrobatch = None,
+    minibatch: Minibatch = None,
+    device: Device = "cpu",
+) -> None:
+    """Run every golden case; exit status 1 if any stored bit differs."""
+    from mok_ref.golden import GoldenCheck, check_folder
+    from mok_ref.printing import console, table
+    from mok_ref.runner import Settings
+
+    _refuse_mpiexec("golden check")
+    settings = Settings(ranks=ranks, macrobatch=macrobatch, minibatch=minibatch, device=device)
+    shown = table(None, "case", "bits", "digest")
+
+    def report(check: GoldenCheck) -> None:
+        shown.add_row(check.name, check.fault or "equal", check.digest)
+
+    good = check_folder(folder, settings, report)
+    console().print(shown)
+    if not good:
+        raise typer.Exit(1)
+
+
+# --------------------------------------------------------------------------- helpers
+
+
+def _is_root() -> bool:
+    return _job is None or _job.rank == 0
+
+
+def _refuse_mpiexec(command: str) -> None:
+    if _job is not None and _job.size > 1:
+        raise ValueError(
+            f"{command} starts its own ranks, run it without mpiexec, got {_job.size} processes"
+        )
+
+
+def _load(path: Path) -> Case:
+    from mok_ref.casefile import load_case
+
+    return load_case(path)
+
+
+def _read_or_make(path: Path | None, sizes: tuple[Any, ...]) -> Case:
+    """The case file, or a random case of the sizes that were given."""
+    from dataclasses import fields
+
+    from mok_ref.runner import RandomCase
+
+    names = [field.name for field in fields(RandomCase)]
+    given = {name: value for name, value in zip(names, sizes, strict=True) if value is not None}
+    if path is None:
+        return RandomCase(**given).make()
+    if given:
+        raise ValueError(f"{next(iter(given))} must not be given together with --input {path}")
+    return _load(path)
+
+
+def _placement(text: str | None) -> str | tuple[int, ...] | None:
+    if text is None or text == "even":
+        return text
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"placement must be even or ranks like 0,1,1, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    from mok_ref.casefile import check_writable
+
+    for path in paths:
+        if path is not None:
+            if path.suffix != ".npz":
+                raise ValueError(f"output must end in .npz, got {path}")
+            check_writable(path)
+
+
+def _run(plan: Any) -> RunResult | None:
+    """The run's result on the rank that prints, None on others."""
+    from mok_ref.printing import progress
+    from mok_ref.runner import run_mpi, run_virtual
+
+    if _job is None:
+        with progress(plan, list(range(plan.config.ep_size))) as after_stage:
+            return run_virtual(plan, after_stage)
+    if not _is_root():
+        return run_mpi(plan, _job.comm)
+    with progress(plan, [0]) as after_stage:
+        return run_mpi(plan, _job.comm, after_stage)
+
+
+def _print_run(result: RunResult, as_json: bool) -> None:
+    from mok_ref.printing import print_run, run_report
+
+    if as_json:
+        print(json.dumps(run_report(result)))
+    else:
+        print_run(result)
+
+
+def _print_checks(
+    checks: list[Any], skipped: list[int], num_experts: int, good: bool, as_json: bool
+) -> None:
+    from dataclasses import asdict
+
+    from mok_ref.printing import console, table
+
+    if as_json:
+        rows = [asdict(check) for check in checks]
+        print(json.dumps({"equal": good, "skipped": skipped, "runs": rows}, indent=1))
+        return
+    shown = table(None, ">R", "device", "order", "ring", "placement", "digest", "bits")
+    for check in checks:
+        cells = (check.ranks, check.device, check.order, check.ring, check.placement)
+        shown.add_row(*map(str, cells), check.digest, check.fault or "equal")
+    for ranks in skipped:
+        shown.add_row(str(ranks), "", "", "", "", "", f"skipped: does not divide E={num_experts}")
+    console().print(shown)
+    print("all bits equal" if good else "NOT verified")
+
+
+def _bench_cuda(as_json: bool) -> None:
+    raise NotImplementedError
+
+
+def _missing_commands() -> list[Any]:
+    from mok_ref.info import Finding
+
+    return [Finding(f"commands of {name}", "missing", why) for name, why in _unavailable.items()]
+
+
+_unavailable: dict[str, str] = {}
+
+
+def _register_more_commands() -> None:
+    """Add the commands of training and planner; what cannot be imported is told by `info`."""
+    for name in MORE_COMMANDS:
+        try:
+            importlib.import_module(name).register(app)
+        except ImportError as error:
+            _unavailable[name] = str(error)
+
+
+# --------------------------------------------------------------------------- entry
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit; see the module's text for the status."""
+    global _job
+    try:
+        if under_mpiexec():
+            _job = MpiJob()
+        _register_more_commands()
+        status = app(arguments, standalone_mode=False)
+        if _job is not None:
+            _job.close()
+    except (typer.Exit, SystemExit) as done:
+        status = getattr(done, "exit_code", getattr(done, "code", 0))
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("error: interrupted", 130)
+    except USER_ERRORS as error:
+        _fail(f"error: {_one_line(error)}")
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a wrong option or argument
+            _fail(f"error: {_one_line(error.format_message())}")
+        _fail(traceback.format_exc(), 1)  # a fault of this program
+    sys.stdout.flush()
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _one_line(error: Any) -> str:
+    if os.environ.get("MOK_REF_DEBUG") and isinstance(error, BaseException):
+        return "".join(traceback.format_exception(error))
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _fail(message: str, status: int = 2) -> NoReturn:
+    if _job is not None:
+        _job.fail(message, status)
+    print(message, file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,205 @@
+"""Launch of the forward megakernel: tensor maps, counters, grid.
+
+CUDA twin: cuda_src/megakernel.cu (kernel `moe_forward_hopper`), cuda_src/tile.cuh, cuda_src/experts.cuh.
+
+A tensor map names a matrix in device memory and the box of it that one copy fetches. The maps depend on
+addresses and sizes alone, so they are encoded once per set of arrays and kept (`ForwardKernel`); a call then
+costs one look-up and one launch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mok_ref.config import ROW_TILE
+from mok_ref.gpu.compiler import load_kernel
+
+SOURCE = "megakernel.cu"
+KERNEL = "moe_forward_hopper"
+THREADS = 384
+
+STAGES = 4
+STAGE_BYTES = 3 * ROW_TILE * 64 * 2
+TILE_SLOTS = 8
+SHARED_BYTES = STAGES * STAGE_BYTES + 16 * STAGES + (4 * 8 + 8 + 32) * TILE_SLOTS
+"""Dynamic shared memory of a CTA (kForwardSharedBytes): operand ring, barriers, tile queue."""
+
+TICKET_WORDS = 64
+
+ALIGNMENT = 8
+"""H and I must be multiples of this: tensor maps have strides in units of 16 bytes."""
+
+TENSOR_MAP = np.dtype((np.uint64, (16,)))
+
+FORWARD_MAPS = np.dtype(
+    [
+        (name, TENSOR_MAP)
+        for name in (
+            "x_ring",
+            "h_ring",
+            "w_gate",
+            "w_up",
+            "w_down",
+            "x",
+            "shared_h",
+            "shared_w_gate",
+            "shared_w_up",
+            "shared_w_down",
+        )
+    ]
+)
+"""Struct ForwardMaps: all maps of one rank, passed to the kernel by value."""
+
+
+def supports(hidden_size: int, intermediate_size: int, shared_intermediate_size: int = 0) -> bool:
+    """Whether these widths can go through tensor maps; others take the portable path."""
+    widths = (hidden_size, intermediate_size, shared_intermediate_size)
+    return all(width % ALIGNMENT == 0 for width in widths)
+
+
+def num_forward_counters(max_row_blocks: int, max_tokens: int) -> int:
+    """Words of LayerParams.counters that the kernel uses (struct ForwardCounters)."""
+    return TICKET_WORDS + 3 * max_row_blocks + -(-max_tokens // ROW_TILE)
+
+
+def encode_tiled(pointer: int, dims: tuple, strides: tuple, box: tuple) -> np.ndarray:
+    """A tensor map of a bf16 array: (16,) uint64.
+
+    dims     elements per dimension, innermost first
+    strides  bytes from one element to the next in dimensions 1, 2, ...
+    box      elements of one copy; the innermost 64 are one 128-byte swizzle span
+    Elements outside `dims` read as +0.
+    Raises: RuntimeError naming the arguments if the driver refuses them.
+    """
+    from cuda.bindings import driver
+
+    rank = len(dims)
+    status, tensor_map = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        rank,
+        pointer,
+        [driver.cuuint64_t(int(value)) for value in dims],
+        [driver.cuuint64_t(int(value)) for value in strides],
+        [driver.cuuint32_t(int(value)) for value in box],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"tensor map refused ({status}): {pointer=:#x}, {dims=}, {strides=}, {box=}")
+    return np.array([int(word) for word in tensor_map.opaque], np.uint64)
+
+
+def encode_rows(pointer: int, rows: int, depth: int) -> np.ndarray:
+    """Map of a row-major [rows, depth] operand A: boxes of 64 rows x 64 elements along K."""
+    return encode_tiled(pointer, (depth, rows), (depth * 2,), (64, 64))
+
+
+def encode_weights(pointer: int, rows: int, depth: int, permuted: bool) -> np.ndarray:
+    """Map of row-major [rows, depth] weights: boxes of 128 rows x 64 elements along K.
+
+    permuted   row 32 j + 8 q + 2 u + b lands in row 32 j + 8 u + 2 q + b of the tile, so that an accumulator
+               thread owns 8 adjacent output columns; `rows` is a multiple of 32 then. Coordinates of the
+               kernel: (k, 0, 0, 0, row / 32), else (k, row, 0, 0, 0).
+    """
+    stride = depth * 2
+    if permuted:
+        dims = (depth, 2, 4, 4, rows // 32)
+        return encode_tiled(pointer, dims, (stride, 8 * stride, 2 * stride, 32 * stride), (64, 2, 4, 4, 4))
+    whole = rows * stride
+    return encode_tiled(pointer, (depth, rows, 1, 1, 1), (stride, whole, whole, whole), (64, 128, 1, 1, 1))
+
+
+def encode_forward_maps(params: np.ndarray, x: int) -> np.ndarray:
+    """FORWARD_MAPS of one rank from its parameter block; `x` is the address of its own tokens."""
+    hidden, width = int(params["hidden_size"]), int(params["intermediate_size"])
+    shared_width, experts = int(params["shared_intermediate_size"]), int(params["num_local_experts"])
+    ring_rows = int(params["macro_blocks"]) * ROW_TILE
+    max_tokens = int(params["max_tokens"])
+    maps = np.zeros(1, FORWARD_MAPS)
+    if experts > 0:
+        maps["x_ring"] = encode_rows(int(params["x_ring"]), ring_rows, hidden)
+        maps["h_ring"] = encode_rows(int(params["h_ring"]), ring_rows, width)
+        for name in ("w_gate", "w_up"):
+            maps[name] = encode_weights(int(params[name]), experts * width, hidden, width % 32 == 0)
+        maps["w_down"] = encode_weights(int(params["w_down"]), experts * hidden, width, hidden % 32 == 0)
+    if shared_width > 0 and max_tokens > 0:
+        maps["x"] = encode_rows(x, max_tokens, hidden)
+        maps["shared_h"] = encode_rows(int(params["shared_h"]), max_tokens, shared_width)
+        for name in ("shared_w_gate", "shared_w_up"):
+            maps[name] = encode_weights(int(params[name]), shared_width, hidden, shared_width % 32 == 0)
+        maps["shared_w_down"] = encode_weights(
+            int(params["shared_w_down"]), hidden, shared_width, hidden % 32 == 0
+        )
+    return maps
+
+
+_MAP_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "shared_intermediate_size",
+    "num_local_experts",
+    "macro_blocks",
+    "max_tokens",
+    "x_ring",
+    "h_ring",
+    "w_gate",
+    "w_up",
+    "w_down",
+    "shared_h",
+    "shared_w_gate",
+    "shared_w_up",
+    "shared_w_down",
+)
+
+
+@cache
+def _num_multiprocessors(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.runtime.deviceGetAttribute(16, device))  # MultiProcessorCount
+
+
+class ForwardKernel:
+    """The forward megakernel with the tensor maps of one workspace.
+
+    cluster_size   1, or 2: pairs of CTAs share weight tiles through their cluster's shared memory
+    num_ctas       CTAs to launch, any number >= cluster_size; None: one per multiprocessor. Never changes a bit.
+    """
+
+    MAX_CACHED = 16
+
+    def __init__(self, cluster_size: int = 1, num_ctas: int | None = None) -> None:
+        self.cluster_size = cluster_size
+        self.num_ctas = num_ctas
+        self._maps: dict[tuple, np.ndarray] = {}
+
+    def load(self) -> Any:
+        """The compiled kernel; call it on every rank before the first barrier."""
+        macros = () if self.cluster_size == 1 else (f"MOK_CLUSTER_SIZE={self.cluster_size}",)
+        return load_kernel(SOURCE, KERNEL, macros, SHARED_BYTES)
+
+    def maps(self, params: np.ndarray, x: int) -> np.ndarray:
+        """Tensor maps for the arrays named in `params`, encoded at their first use."""
+        key = (x, *(params[name].item() for name in _MAP_FIELDS))
+        found = self._maps.get(key)
+        if found is None:
+            if len(self._maps) >= self.MAX_CACHED:
+                self._maps.pop(next(iter(self._maps)))
+            found = self._maps[key] = encode_forward_maps(params, x)
+        return found
+
+    def launch(self, params: np.ndarray, x: int, stream: Any = None) -> None:
+        """Enqueue the kernel. `params`: LAYER_PARAMS block, its counters zero by then; `x`: own tokens."""
+        import cupy
+
+        kernel = self.load()
+        ctas = self.num_ctas or _num_multiprocessors(cupy.cuda.runtime.getDevice())
+        ctas = max(1, ctas // self.cluster_size) * self.cluster_size
+        arguments = (params.reshape(1), self.maps(params, x))
+        kernel((ctas,), (THREADS,), arguments, shared_mem=SHARED_BYTES, stream=stream)

@@ -1,0 +1,360 @@
+"""The layer on one rank of a device heap: forward above, backward below.
+
+Reads like mok_ref/layer.py. Everything is enqueued on the calling thread's current stream; nothing
+waits for the device and nothing is allocated once the workspace exists, so a step can be captured in a
+CUDA graph and replayed with new routing written in place. What the device finds wrong (ids, weights,
+expired waits) is raised by the next `heap.check(top_k)`.
+
+y, dx and the gradients are arrays of the workspace: its next forward or backward overwrites them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mok_ref.config import SAVE_MODES, MoEConfig
+from mok_ref.experts import ExpertWeights
+from mok_ref.gpu import schedule
+from mok_ref.gpu.errors import BARRIER_COMBINE, BARRIER_DX, BARRIER_DY, BARRIER_INPUTS
+from mok_ref.gpu.params import BACKWARD_PARAMS, device_address, new_params, set_params
+from mok_ref.gpu.workspace import DeviceWorkspace
+from mok_ref.numerics import BFLOAT16
+from mok_ref.validation import check_activations, check_weights
+
+WEIGHT_PARTS = ("gate", "up", "down")
+
+
+@dataclass
+class DeviceContext:
+    """What forward leaves for backward. It can be used once, before the workspace's next forward."""
+
+    config: MoEConfig
+    workspace: DeviceWorkspace
+    generation: int
+    params: np.ndarray
+    kept: tuple[Any, ...]  # arrays whose addresses are in params
+    output_dtype: Any
+    save: str
+    used: bool = field(default=False)
+
+
+# --------------------------------------------------------------------------- forward
+
+
+def forward(
+    config: MoEConfig,
+    heap: Any,
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    workspace: DeviceWorkspace | None,
+    save: str,
+) -> tuple[Any, DeviceContext]:
+    """`moe_forward` on a device heap (mok_ref/layer.py says what goes in and comes out).
+
+    Raises: ValueError for shapes, dtypes and options; values are checked on the device.
+    CUDA:   cuda_src/support.cu around cuda_src/megakernel.cu or cuda_src/portable.cu
+    """
+    if workspace is None:
+        workspace = DeviceWorkspace(config, heap, _largest_num_tokens(heap, len(x)))
+    x, topk_ids, topk_weights = (on_device(array) for array in (x, topk_ids, topk_weights))
+    weights = ExpertWeights(*(on_device(w) for w in weights))
+    shared = None if shared is None else ExpertWeights(*(on_device(w) for w in shared))
+    _check_forward(config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save)
+    heap.status.check_timeout()
+    workspace.generation += 1
+    params = _step_params(workspace, x, topk_ids, topk_weights, weights, shared, save)
+    path = forward_path(workspace)
+    prepare(workspace, path)
+
+    schedule.launch_stage_inputs(workspace, params)
+    _publish_quantised(workspace, "x", x)
+    heap.barrier(BARRIER_INPUTS)  # tokens and routes of every rank are readable
+    schedule.launch_schedule(workspace, params)
+    path.launch_forward(workspace, params, _stream())
+    heap.barrier(BARRIER_COMBINE)  # every pushed row has arrived
+    schedule.launch_combine(workspace, params)
+
+    kept = (x, topk_ids, topk_weights, weights, shared)
+    context = DeviceContext(config, workspace, workspace.generation, params, kept, x.dtype, save)
+    return as_output(workspace.y[: len(x)], x.dtype), context
+
+
+def _publish_quantised(workspace: DeviceWorkspace, name: str, values: Any) -> None:
+    """MXFP8 tokens travel as codes and scales, quantised once by their owner."""
+    if workspace.config.dtype == "mxfp8":
+        from mok_ref.gpu import mxfp8
+
+        mxfp8.publish(workspace, name, values)
+
+
+def forward_path(workspace: DeviceWorkspace) -> Any:
+    """The module that computes the products: mok_ref.gpu.hopper where it can, else mok_ref.gpu.portable.
+
+    Hopper: compute capability 9.0, bf16, hidden and intermediate sizes multiples of 8 (16-byte TMA strides).
+    Raises: ValueError when "hopper" was asked for and cannot be.
+    """
+    return _path(workspace, "hopper", "portable")
+
+
+def backward_path(workspace: DeviceWorkspace) -> Any:
+    """As `forward_path`, for mok_ref.gpu.hopper_backward and mok_ref.gpu.portable."""
+    return _path(workspace, "hopper_backward", "portable")
+
+
+def path_name(workspace: DeviceWorkspace) -> str:
+    """ "hopper" or "portable": which kernels this workspace runs."""
+    return "portable" if forward_path(workspace).__name__.endswith("portable") else "hopper"
+
+
+def _path(workspace: DeviceWorkspace, hopper: str, portable: str) -> Any:
+    import importlib
+
+    reason = workspace.extra("hopper_refusal", lambda: _hopper_refusal(workspace.config))
+    if workspace.requested_path == "hopper" and reason:
+        raise ValueError(f"path 'hopper' is not possible here: {reason}")
+    chosen = portable if reason or workspace.requested_path == "portable" else hopper
+    return importlib.import_module(f"mok_ref.gpu.{chosen}")
+
+
+def _hopper_refusal(config: MoEConfig) -> str:
+    """Why the Hopper kernels cannot run this layer, or an empty string."""
+    from mok_ref.gpu.compiler import device_arch
+
+    arch = device_arch()
+    if arch != "sm_90a":
+        return f"the device is {arch}, not sm_90a"
+    if config.dtype != "bf16":
+        return f"dtype is {config.dtype!r}"
+    sizes = (config.hidden_size, config.intermediate_size, config.shared_intermediate_size)
+    if any(size % 8 for size in sizes):
+        return f"hidden and intermediate sizes must be multiples of 8, got {sizes}"
+    return ""
+
+
+def prepare(workspace: DeviceWorkspace, path: Any) -> None:
+    """Load all kernels of a path once, on every rank before its first barrier."""
+
+    def load() -> bool:
+        schedule.warm_up(workspace)
+        if hasattr(path, "warm_up"):
+            path.warm_up(workspace)
+        return True
+
+    workspace.extra(("loaded", path.__name__), load)
+
+
+def _step_params(
+    workspace: DeviceWorkspace,
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    save: str,
+) -> np.ndarray:
+    """The parameter block of one step: the workspace's, with this call's arrays."""
+    params = workspace.params.copy()
+    sizes = workspace.sizes
+    ring_rows = sizes.macro_blocks * 128
+    saved = {"all": sizes.max_saved_rows, "ring": min(ring_rows, sizes.max_saved_rows), "none": 0}
+    set_params(
+        params,
+        num_tokens=len(x),
+        x_in=x,
+        ids_in=topk_ids,
+        weights_in=topk_weights,
+        max_saved_rows=saved[save] if workspace.training else 0,
+    )
+    for part, array in zip(WEIGHT_PARTS, weights, strict=True):
+        params[f"w_{part}"] = device_address(array)
+    for part, array in zip(WEIGHT_PARTS, shared or (), strict=False):
+        params[f"shared_w_{part}"] = device_address(array)
+    if int(params["max_saved_rows"]) == 0:
+        set_params(params, gate_saved=0, up_saved=0)
+    if save == "none":
+        set_params(params, shared_gate=0, shared_up=0)
+    return params
+
+
+def _check_forward(
+    config: MoEConfig,
+    heap: Any,
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    workspace: DeviceWorkspace,
+    save: str,
+) -> None:
+    """Shapes, dtypes and options; nothing that would read device memory."""
+    if workspace.config != config or workspace.heap is not heap:
+        raise ValueError("workspace must be made with this call's config and heap")
+    if save not in SAVE_MODES:
+        raise ValueError(f"save must be one of {', '.join(SAVE_MODES)}, got {save!r}")
+    check_activations(config, "x", x)
+    if len(x) > workspace.max_tokens:
+        raise ValueError(
+            f"x must have at most max_tokens={workspace.max_tokens} rows, got {len(x)}"
+        )
+    routes = (("topk_ids", topk_ids, np.int32), ("topk_weights", topk_weights, np.float32))
+    for name, array, dtype in routes:
+        if array.dtype != dtype:
+            raise ValueError(f"{name} must be {np.dtype(dtype).name}, got {array.dtype}")
+        if array.shape != (len(x), config.top_k):
+            wanted = (len(x), config.top_k)
+            raise ValueError(f"{name} must be (tokens, top_k) = {wanted}, got {array.shape}")
+    check_weights(config, heap.rank, weights, shared)
+
+
+# --------------------------------------------------------------------------- backward
+
+
+def backward(
+    context: DeviceContext,
+    dy: Any,
+    main_grad: Any = None,
+    router_share: Callable[[Any], Any] | None = None,
+) -> Any:
+    """`moe_backward` on a device heap (mok_ref/layer.py says what goes in and comes out).
+
+    CUDA: cuda_src/support.cu around cuda_src/megakernel_backward.cu or cuda_src/portable.cu
+    """
+    from mok_ref.layer import Gradients
+
+    dy = on_device(dy)
+    _use_context(context, dy)
+    config, workspace, params = context.config, context.workspace, context.params
+    heap, num_tokens = workspace.heap, int(params["num_tokens"])
+    gradients = gradient_buffers(workspace, main_grad)
+    back = _backward_params(workspace, dy, gradients, main_grad is not None)
+    path = backward_path(workspace)
+    prepare(workspace, path)
+
+    schedule.launch_stage_dy(workspace, params, back)
+    _publish_quantised(workspace, "dy", dy)
+    heap.barrier(BARRIER_DY)  # dy of every rank is readable
+    path.launch_backward(workspace, params, back, _stream())
+    heap.barrier(BARRIER_DX)  # every pushed dx row and weight gradient has arrived
+    schedule.dispatch_d_weights(workspace, params, back)
+    d_topk_weights = workspace.d_weights[:num_tokens]
+    if router_share is not None:
+        router_dx = on_device(router_share(d_topk_weights))
+        set_params(back, router_dx=router_dx)
+    schedule.launch_dispatch_backward(workspace, params, back)
+
+    dx = as_output(workspace.dx[:num_tokens], context.output_dtype)
+    return Gradients(dx, d_topk_weights, **gradients)
+
+
+def gradient_names(config: MoEConfig) -> tuple[str, ...]:
+    """Names of the weight gradients of a layer."""
+    prefixes = ("", "shared_") if config.shared_intermediate_size else ("",)
+    return tuple(f"{prefix}dw_{part}" for prefix in prefixes for part in WEIGHT_PARTS)
+
+
+def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, Any]:
+    """Where the weight gradients go: the caller's buffers, else the workspace's.
+
+    Raises: ValueError when a buffer of `main_grad` does not fit.
+    """
+    config = workspace.config
+    local, inner, hidden = (
+        config.num_local_experts(workspace.heap.rank), config.intermediate_size, config.hidden_size
+    )  # fmt: skip
+    shared = config.shared_intermediate_size
+    inward, outward = (local, inner, hidden), (local, hidden, inner)
+    shapes = dict(zip(gradient_names(config), (inward, inward, outward), strict=False))
+    if shared:
+        shapes |= {"shared_dw_gate": (shared, hidden), "shared_dw_up": (shared, hidden)}
+        shapes["shared_dw_down"] = (hidden, shared)
+    dtype = np.dtype(np.uint16 if config.grad_dtype == "bf16" else np.float32)
+    if main_grad is None:
+        return {name: workspace.scratch(name, shape, dtype) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        array = getattr(main_grad, name)
+        bits = (
+            np.uint16
+            if getattr(array, "dtype", None) == BFLOAT16
+            else getattr(array, "dtype", None)
+        )
+        if not hasattr(array, "data") or tuple(array.shape) != shape or bits != dtype:
+            found = f"{getattr(array, 'dtype', type(array))} {getattr(array, 'shape', '')}"
+            raise ValueError(f"main_grad.{name} must be {dtype} {shape} on the device, got {found}")
+    return {name: getattr(main_grad, name) for name in shapes}
+
+
+def _backward_params(
+    workspace: DeviceWorkspace, dy: Any, gradients: dict[str, Any], accumulate: bool
+) -> np.ndarray:
+    names = set(BACKWARD_PARAMS.names or ()) & set(workspace.buffers)
+    back = new_params(
+        BACKWARD_PARAMS,
+        **{name: workspace.buffers[name] for name in names - set(gradients)},
+        **gradients,
+    )
+    set_params(
+        back,
+        dy_in=dy,
+        d_topk_weights=workspace.d_weights,
+        dw_is_bf16=int(workspace.config.grad_dtype == "bf16"),
+        dw_accumulate=int(accumulate),
+    )
+    return back
+
+
+def _use_context(context: DeviceContext, dy: Any) -> None:
+    check_activations(context.config, "dy", dy)
+    num_tokens = int(context.params["num_tokens"])
+    if len(dy) != num_tokens:
+        raise ValueError(f"dy must have the {num_tokens} rows of x, got {len(dy)}")
+    if not context.workspace.training:
+        raise RuntimeError("the workspace was made with training=False: it has no backward buffers")
+    if context.used:
+        raise RuntimeError("context was used by an earlier moe_backward; run moe_forward again")
+    if context.generation != context.workspace.generation:
+        raise RuntimeError("context is stale: its workspace ran another forward since")
+    context.used = True
+
+
+# --------------------------------------------------------------------------- arrays
+
+
+def on_device(array: Any) -> Any:
+    """A C-contiguous CuPy array of the same values; bf16 keeps its dtype or becomes its bits."""
+    import cupy
+
+    if isinstance(array, cupy.ndarray):
+        return array if array.flags.c_contiguous else cupy.ascontiguousarray(array)
+    host = np.ascontiguousarray(array)
+    return cupy.asarray(host.view(np.uint16) if host.dtype == BFLOAT16 else host)
+
+
+def as_output(bits: Any, dtype: Any) -> Any:
+    """bf16 bits with the dtype that x had, where CuPy knows it."""
+    return bits.view(dtype) if dtype == BFLOAT16 else bits
+
+
+def _largest_num_tokens(heap: Any, num_tokens: int) -> int:
+    """The largest T of all ranks; collective, synchronises."""
+    name = f"num_tokens_{getattr(heap, '_num_size_questions', 0)}"
+    heap._num_size_questions = getattr(heap, "_num_size_questions", 0) + 1
+    heap.alloc(name, (1,), np.int32)[...] = num_tokens
+    heap.barrier()
+    heap.check()
+    largest = max(int(heap.peer(rank, name).get()[0]) for rank in range(heap.size))
+    heap.free(name)
+    return largest
+
+
+def _stream() -> Any:
+    import cupy
+
+    return cupy.cuda.get_current_stream()

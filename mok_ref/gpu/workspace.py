@@ -1,0 +1,381 @@
+"""All device buffers of one layer on one rank, named once in a table that also gives their bytes.
+
+`buffer_table` is the only list of buffers: the workspace allocates from it and `workspace_bytes` adds it
+up, so the memory function cannot disagree with the allocation. After construction a step allocates nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.gpu.params import (
+    LAYER_PARAMS,
+    NUM_SYMMETRIC,
+    ROW_ORDER_CODES,
+    SCHEDULE_INFO,
+    SYMMETRIC_BUFFERS,
+    new_params,
+)
+
+CHUNK_TOKENS = 32  # kChunkTokens of cuda_src/schedule.cuh
+BF16 = np.dtype(np.uint16)
+F32 = np.dtype(np.float32)
+I32 = np.dtype(np.int32)
+U32 = np.dtype(np.uint32)
+U8 = np.dtype(np.uint8)
+
+
+class Buffer(NamedTuple):
+    """One array: shape, storage dtype, and whether every rank can reach it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    symmetric: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+class Sizes(NamedTuple):
+    """Derived sizes of a workspace, all worst case where the routing decides."""
+
+    max_tokens: int
+    max_row_blocks: int
+    mini_blocks: int
+    macro_blocks: int
+    max_saved_rows: int
+    segments: int
+    chunks: int
+    num_counters: int
+
+
+def schedule_grid(config: MoEConfig, max_tokens: int) -> tuple[int, int]:
+    """(segments, chunks per segment) of the schedule kernels (cuda_src/schedule.cuh: chunk_grid)."""
+    if config.row_order == "canonical":
+        bits = max(1, int(config.ep_size * max_tokens - 1).bit_length())
+        segments, walk = 1, 1 << bits
+    else:
+        segments, walk = config.ep_size, max_tokens
+    chunks = -(-walk // CHUNK_TOKENS)
+    return segments, -(-chunks // 4) * 4
+
+
+def derive_sizes(
+    config: MoEConfig, rank: int, max_tokens: int, max_saved_rows: int | None = None
+) -> Sizes:
+    """Sizes of the buffers of `rank`.
+
+    The ring and the saved rows default to twice a balanced load: more rows than that wrap around the ring
+    and are recomputed in backward, with the same bits.
+    """
+    local = config.num_local_experts(rank)
+    routes = config.ep_size * max_tokens * config.top_k
+    max_blocks = max(1, -(-(routes + local * (ROW_TILE - 1)) // ROW_TILE))
+    balanced = -(-2 * max_tokens * config.top_k // ROW_TILE) + local
+    macro_rows, mini_rows = config.ring_rows(min(max_blocks, balanced) * ROW_TILE)
+    macro_blocks = macro_rows // ROW_TILE
+    if max_saved_rows is None:
+        max_saved_rows = min(max_blocks, max(balanced, macro_blocks)) * ROW_TILE
+    segments, chunks = schedule_grid(config, max_tokens)
+    return Sizes(
+        max_tokens=max_tokens,
+        max_row_blocks=max_blocks,
+        mini_blocks=mini_rows // ROW_TILE,
+        macro_blocks=macro_blocks,
+        max_saved_rows=max_saved_rows // ROW_TILE * ROW_TILE,
+        segments=segments,
+        chunks=chunks,
+        num_counters=1024 + 8 * max_blocks,
+    )
+
+
+def buffer_table(
+    config: MoEConfig, rank: int, sizes: Sizes, training: bool = True
+) -> dict[str, Buffer]:
+    """Every buffer of the workspace by name; names equal the fields of the parameter blocks."""
+    table = _symmetric_buffers(config, sizes, training)
+    table |= _schedule_buffers(config, rank, sizes)
+    table |= _forward_buffers(config, sizes, training)
+    if training:
+        table |= _backward_buffers(config, sizes)
+    return table
+
+
+def _symmetric_buffers(config: MoEConfig, sizes: Sizes, training: bool) -> dict[str, Buffer]:
+    tokens, hidden, slots = sizes.max_tokens, config.hidden_size, config.top_k
+    scales = -(-hidden // 32)
+    table = {
+        "x": Buffer((tokens, hidden), BF16, True),
+        "topk_ids": Buffer((tokens, slots), I32, True),
+        "topk_weights": Buffer((tokens, slots), F32, True),
+        "num_tokens": Buffer((1,), I32, True),
+        "combine": Buffer((tokens * slots, hidden), BF16, True),
+    }
+    if training:
+        table["dy"] = Buffer((tokens, hidden), BF16, True)
+        table["d_topk_weights"] = Buffer((tokens * slots,), F32, True)
+        if config.shared_intermediate_size:
+            words = 3 * config.shared_intermediate_size * hidden
+            table["chain"] = Buffer((words,), F32, True)
+    if config.dtype == "mxfp8":
+        for prefix in ("x", "dy") if training else ("x",):
+            table[f"{prefix}_codes"] = Buffer((tokens, hidden), U8, True)
+            table[f"{prefix}_scales"] = Buffer((tokens, scales), U8, True)
+    return table
+
+
+def _schedule_buffers(config: MoEConfig, rank: int, sizes: Sizes) -> dict[str, Buffer]:
+    rows, local = sizes.max_row_blocks * ROW_TILE, config.num_local_experts(rank)
+    chunk_words = local * sizes.segments * (sizes.chunks + 1)
+    return {
+        "all_ids": Buffer((config.ep_size * sizes.max_tokens, config.top_k), I32),
+        "local_expert": Buffer((config.num_experts,), I32),
+        "peer_rank": Buffer((rows,), I32),
+        "peer_row": Buffer((rows,), I32),
+        "row_weight": Buffer((rows,), F32),
+        "expert_offset": Buffer((local + 1,), I32),
+        "expert_count": Buffer((local,), I32),
+        "row_block_expert": Buffer((sizes.max_row_blocks,), I32),
+        "row_block_valid": Buffer((sizes.max_row_blocks,), I32),
+        "info": Buffer((SCHEDULE_INFO.itemsize // 4,), I32),
+        "chunk_count": Buffer((chunk_words,), I32),
+        "counters": Buffer((sizes.num_counters,), U32),
+        "peer_table": Buffer((NUM_SYMMETRIC, config.ep_size), np.dtype(np.uint64)),
+    }
+
+
+def _forward_buffers(config: MoEConfig, sizes: Sizes, training: bool) -> dict[str, Buffer]:
+    ring, inner, hidden = (
+        sizes.macro_blocks * ROW_TILE,
+        config.intermediate_size,
+        config.hidden_size,
+    )
+    tokens, shared = sizes.max_tokens, config.shared_intermediate_size
+    table = {
+        "x_ring": Buffer((ring, hidden), BF16),
+        "h_ring": Buffer((ring, inner), BF16),
+        "y": Buffer((tokens, hidden), BF16),
+    }
+    if training:
+        table["gate_saved"] = Buffer((sizes.max_saved_rows, inner), BF16)
+        table["up_saved"] = Buffer((sizes.max_saved_rows, inner), BF16)
+    if shared:
+        table["shared_h"] = Buffer((tokens, shared), BF16)
+        table["shared_y"] = Buffer((tokens, hidden), BF16)
+    if shared and training:
+        table["shared_gate"] = Buffer((tokens, shared), BF16)
+        table["shared_up"] = Buffer((tokens, shared), BF16)
+    return table
+
+
+def _backward_buffers(config: MoEConfig, sizes: Sizes) -> dict[str, Buffer]:
+    ring, inner, hidden = (
+        sizes.macro_blocks * ROW_TILE,
+        config.intermediate_size,
+        config.hidden_size,
+    )
+    tokens, shared = sizes.max_tokens, config.shared_intermediate_size
+    table = {
+        "dy_ring": Buffer((ring, hidden), BF16),
+        "hw_ring": Buffer((ring, inner), BF16),
+        "d_gate_ring": Buffer((ring, inner), BF16),
+        "d_up_ring": Buffer((ring, inner), BF16),
+        "dx": Buffer((tokens, hidden), BF16),
+        "d_weights": Buffer((tokens, config.top_k), F32),
+    }
+    if shared:
+        table["shared_dx"] = Buffer((tokens, hidden), BF16)
+        table["shared_d_gate"] = Buffer((tokens, shared), BF16)
+        table["shared_d_up"] = Buffer((tokens, shared), BF16)
+    return table
+
+
+def workspace_bytes(
+    config: MoEConfig,
+    rank: int,
+    max_tokens: int,
+    max_saved_rows: int | None = None,
+    training: bool = True,
+) -> dict[str, int]:
+    """Bytes of every buffer of a workspace on `rank`, weight gradients not counted, plus "total"."""
+    sizes = derive_sizes(config, rank, max_tokens, max_saved_rows)
+    table = {name: b.num_bytes for name, b in buffer_table(config, rank, sizes, training).items()}
+    return table | {"total": sum(table.values())}
+
+
+class DeviceWorkspace:
+    """The buffers of one layer on one rank of a device heap.
+
+    Collective: every rank makes it with the same config, max_tokens, max_saved_rows and training. It holds
+    one forward's state: the next forward invalidates earlier contexts and overwrites y and the gradients.
+
+    path   "auto", "hopper" or "portable": which kernels compute the products; same bits
+    Raises: ValueError naming the argument and the rule.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        heap: Any,
+        max_tokens: int,
+        max_saved_rows: int | None = None,
+        training: bool = True,
+        path: str = "auto",
+    ) -> None:
+        _check_arguments(config, heap, max_tokens, max_saved_rows, path)
+        self.config, self.heap, self.training = config, heap, training
+        self.max_tokens = max_tokens
+        self.sizes = derive_sizes(config, heap.rank, max(1, max_tokens), max_saved_rows)
+        self.requested_path = path
+        self.generation = 0
+        self._serial = _next_serial(heap)
+        self._extra: dict[Any, Any] = {}
+        self._table = buffer_table(config, heap.rank, self.sizes, training)
+        self.buffers: dict[str, Any] = {}
+        self._allocate()
+        self._fill_constants()
+        self.params = self._base_params()
+
+    def __getattr__(self, name: str) -> Any:
+        """Buffers are attributes too: `workspace.x_ring`."""
+        buffers = self.__dict__.get("buffers", {})
+        if name in buffers:
+            return buffers[name]
+        raise AttributeError(f"the workspace has no buffer {name!r}")
+
+    def symmetric_name(self, name: str) -> str:
+        """Heap name of one of this workspace's symmetric buffers."""
+        return f"gpu_layer{self._serial}/{name}"
+
+    def mine(self, name: str) -> Any:
+        """This rank's array of a symmetric buffer; writing x there spares the layer a copy."""
+        return self.buffers[name]
+
+    def peer(self, rank: int, name: str) -> Any:
+        return self.heap.peer(rank, self.symmetric_name(name))
+
+    def extra(self, key: Any, make: Any) -> Any:
+        """What a kernel family keeps with the workspace (tensor maps, caches); `make()` once per key."""
+        if key not in self._extra:
+            self._extra[key] = make()
+        return self._extra[key]
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A buffer of this rank that a kernel family adds; made at the first call, counted in the bytes.
+
+        Raises: ValueError when the same name is asked for with another shape or dtype.
+        """
+        import cupy
+
+        wanted = Buffer(tuple(shape), np.dtype(dtype))
+        if name not in self._table:
+            self.buffers[name] = cupy.empty(shape, dtype)
+            self._table[name] = wanted
+        if self._table[name] != wanted:
+            raise ValueError(f"scratch {name!r} is {self._table[name]}, got {wanted}")
+        return self.buffers[name]
+
+    def buffer_bytes(self) -> dict[str, int]:
+        table = {name: buffer.num_bytes for name, buffer in self._table.items()}
+        return table | {"total": sum(table.values())}
+
+    def poison(self) -> None:
+        """Fill every buffer that a step must write before reading with NaN bytes (tests)."""
+        for name, array in self.buffers.items():
+            if name not in ("local_expert", "peer_table"):
+                array.view(np.uint8)[...] = 0xFF
+
+    def close(self) -> None:
+        """Give the symmetric memory back; collective."""
+        for name, buffer in self._table.items():
+            if buffer.symmetric:
+                self.heap.free(self.symmetric_name(name))
+        self.buffers.clear()
+        self._table = {}
+
+    def _allocate(self) -> None:
+        import cupy
+
+        for name, buffer in self._table.items():
+            if buffer.symmetric:
+                heap_name = self.symmetric_name(name)
+                self.buffers[name] = self.heap.alloc(heap_name, buffer.shape, buffer.dtype)
+            else:
+                self.buffers[name] = cupy.empty(buffer.shape, buffer.dtype)
+
+    def _fill_constants(self) -> None:
+        """Peer addresses and the expert map: they never change."""
+        import cupy
+
+        table = np.zeros((NUM_SYMMETRIC, self.heap.size), np.uint64)
+        for name, buffer in self._table.items():
+            if buffer.symmetric:
+                table[SYMMETRIC_BUFFERS[name]] = self.heap.addresses(self.symmetric_name(name))
+        self.buffers["peer_table"].set(table)
+        local = np.full(self.config.num_experts, -1, np.int32)
+        experts = self.config.experts_of(self.heap.rank)
+        local[experts] = np.arange(len(experts), dtype=np.int32)
+        self.buffers["local_expert"].set(local)
+        cupy.cuda.get_current_stream().synchronize()
+
+    def _base_params(self) -> np.ndarray:
+        config, sizes, status = self.config, self.sizes, self.heap.status
+        params = new_params(
+            LAYER_PARAMS,
+            rank=self.heap.rank,
+            ep_size=self.heap.size,
+            max_tokens=sizes.max_tokens,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            shared_intermediate_size=config.shared_intermediate_size,
+            num_experts=config.num_experts,
+            num_local_experts=config.num_local_experts(self.heap.rank),
+            top_k=config.top_k,
+            mini_blocks=sizes.mini_blocks,
+            macro_blocks=sizes.macro_blocks,
+            max_row_blocks=sizes.max_row_blocks,
+            row_order=ROW_ORDER_CODES[config.row_order],
+            has_limit=int(config.swiglu_limit is not None),
+            swiglu_limit=config.swiglu_limit or 0.0,
+            timeout_ns=status.timeout_ns,
+            input_error=status.input_error_address,
+            error_record=status.record_address,
+            abort_flag=status.abort_address,
+            barrier_epoch=status.epoch_address,
+            num_counters=sizes.num_counters,
+        )
+        local = {n for n, b in self._table.items() if not b.symmetric} | {"peer_table"}
+        for name in local & set(LAYER_PARAMS.names or ()):
+            params[name] = self.buffers[name].data.ptr if self.buffers[name].size else 0
+        if self.heap.size == 1:
+            params["all_ids"] = self.buffers["topk_ids"].data.ptr  # one rank: nothing to gather
+        return params
+
+
+def _check_arguments(
+    config: MoEConfig, heap: Any, max_tokens: int, max_saved_rows: int | None, path: str
+) -> None:
+    if heap.size != config.ep_size:
+        raise ValueError(f"ep_size must be the heap's size {heap.size}, got {config.ep_size}")
+    if config.arithmetic != "exact":
+        raise ValueError(f"arithmetic must be 'exact' on a device, got {config.arithmetic!r}")
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens must be >= 0, got {max_tokens}")
+    if max_saved_rows is not None and max_saved_rows < 0:
+        raise ValueError(f"max_saved_rows must be >= 0, got {max_saved_rows}")
+    if path not in ("auto", "hopper", "portable"):
+        raise ValueError(f"path must be auto, hopper or portable, got {path!r}")
+    rows = config.ep_size * max_tokens * config.top_k + config.num_experts * ROW_TILE
+    if rows >= 1 << 31:
+        raise ValueError(f"ranks * max_tokens * top_k must stay below 2^31 rows, got {rows}")
+
+
+def _next_serial(heap: Any) -> int:
+    """A new number, the same on every rank: workspaces are made in the same order everywhere."""
+    number = getattr(heap, "_num_device_workspaces", 0)
+    heap._num_device_workspaces = number + 1
+    return number

@@ -1,0 +1,225 @@
+"""What one rank does in one direction of one layer: compute steps, pulls and pushes, in order.
+
+Forward, for walk positions q = 0, 1, ...:   shared, gate_up(0), gate_up(1), down(0), ...
+    gate_up(q) needs pull(q); down(q) pushes its rows; pull(q) needs the ring slot of
+    q - macrobatch/minibatch, which down(q - macrobatch/minibatch) frees.
+Backward, macrobatch by macrobatch:   dgrad_hidden(q), dgrad_input(q-1), ..., wgrad(macrobatch)
+    dgrad_hidden(q) needs pull(q) of dy and x; wgrad frees the whole ring.
+
+This is the task order of `cuda_src/megakernel.cu` at the grain of minibatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .choice import Choice
+from .stages import TILE_ROWS, StageCosts
+from .workload import Workload
+
+
+@dataclass
+class Programme:
+    """Steps and transfers of one rank.
+
+    kinds, index, seconds, needs, pushes   per step: name, walk position, duration, pull it waits
+                                           for (-1: none), push it starts (-1: none)
+    gate                                   per pull: step that frees its ring slot (-1: none)
+    pull_bytes, push_bytes                 (Q, R) bytes from / to every rank, own rank included
+    """
+
+    kinds: list[str] = field(default_factory=list)
+    index: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    needs: list[int] = field(default_factory=list)
+    pushes: list[int] = field(default_factory=list)
+    gate: list[int] = field(default_factory=list)
+    pull_bytes: np.ndarray = field(default_factory=lambda: np.zeros((0, 1)))
+    push_bytes: np.ndarray = field(default_factory=lambda: np.zeros((0, 1)))
+
+    def add(self, kind: str, index: int, seconds: float, needs: int = -1, push: int = -1) -> int:
+        self.kinds.append(kind)
+        self.index.append(index)
+        self.seconds.append(seconds)
+        self.needs.append(needs)
+        self.pushes.append(push)
+        return len(self.kinds) - 1
+
+    @property
+    def compute_seconds(self) -> float:
+        return sum(self.seconds)
+
+
+@dataclass(frozen=True)
+class MinibatchTable:
+    """rows (Q, L) valid rows of each local expert, sources (Q, R) rows from each rank."""
+
+    rows: np.ndarray
+    sources: np.ndarray
+
+
+def segments(counts: np.ndarray) -> np.ndarray:
+    """(L+1,) row where each local expert's segment starts, in multiples of TILE_ROWS."""
+    sizes = -(-counts // TILE_ROWS) * TILE_ROWS
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def minibatch_tables(
+    work: Workload, owner: np.ndarray, minibatch: int, ranks: Iterable[int] | None = None
+) -> list[MinibatchTable]:
+    """Each rank's minibatches in row order, with the rows of every source rank.
+
+    From token ids the sources are those of the real (canonical) schedule; without ids each
+    expert's rows come evenly from its sources, which is what the canonical order amounts to.
+    """
+    load = work.expert_load
+    tables = []
+    for rank in range(work.num_ranks) if ranks is None else ranks:
+        experts = np.flatnonzero(owner == rank)
+        counts = load[experts]
+        offsets = segments(counts)
+        num = -(-int(offsets[-1]) // minibatch)
+        edges = np.arange(num + 1)[:, None] * minibatch
+        low = np.maximum(edges[:-1], offsets[:-1])
+        high = np.minimum(edges[1:], offsets[:-1] + counts)
+        rows = np.maximum(high - low, 0).astype(float)
+        if work.topk_ids is not None:
+            sources = exact_sources(work, experts, offsets, minibatch, num)
+        else:
+            share = work.counts[:, experts] / np.maximum(counts, 1)
+            sources = rows @ share.T
+        tables.append(MinibatchTable(rows, sources))
+    return tables
+
+
+def exact_sources(
+    work: Workload, experts: np.ndarray, offsets: np.ndarray, minibatch: int, num: int
+) -> np.ndarray:
+    """(Q, R) rows per minibatch and source, counted in the real schedule."""
+    sources, starts = work.sources_by_expert
+    pieces = [sources[starts[e] : starts[e + 1]] for e in experts]
+    places = [offsets[i] + np.arange(len(piece)) for i, piece in enumerate(pieces)]
+    if not pieces or num == 0:
+        return np.zeros((num, work.num_ranks))
+    key = np.concatenate(places) // minibatch * work.num_ranks + np.concatenate(pieces)
+    count = np.bincount(key.astype(np.int64), minlength=num * work.num_ranks)
+    return count.reshape(num, work.num_ranks).astype(float)
+
+
+def forward_walk(num: int, slots: int) -> list[int]:
+    """Minibatches in forward's order: macrobatches last to first, minibatches ascending inside."""
+    firsts = range((num - 1) // slots * slots, -1, -slots) if num else range(0)
+    return [q for first in firsts for q in range(first, min(first + slots, num))]
+
+
+def forward_programme(
+    costs: StageCosts, choice: Choice, table: MinibatchTable, num_tokens: float
+) -> Programme:
+    """Task order of the forward megakernel."""
+    walk = forward_walk(len(table.rows), choice.ring_slots)
+    rows, sources = table.rows[walk], table.sources[walk]
+    saves = choice.save == "all"
+    result = Programme()
+    result.pull_bytes = sources * costs.shape.pull_row_bytes
+    result.push_bytes = sources * costs.shape.push_row_bytes
+    if costs.shape.shared_intermediate_size:
+        result.add("shared", -1, costs.shared_forward(num_tokens))
+    down_step: list[int] = []
+    slots = choice.ring_slots
+    lag = trailing(slots)
+    for q in range(len(walk) + lag):
+        if q < len(walk):
+            result.add("gate_up", q, costs.gate_up(rows[q], saves), needs=q)
+        if q >= lag:
+            seconds = costs.down(rows[q - lag]) + gather_hidden(costs, rows[q - lag])
+            down_step.append(result.add("down", q - lag, seconds, push=q - lag))
+    result.gate = [-1 if q < slots else down_step[q - slots] for q in range(len(walk))]
+    keep_distance(result, "gate_up", "down", *costs.latencies[:2])
+    return result
+
+
+def trailing(slots: int) -> int:
+    """By how many minibatches the second product trails the first: one, unless the ring has a
+    single slot, which pull(q+1) needs before gate_up(q+1) can run."""
+    return 1 if slots > 1 else 0
+
+
+def keep_distance(
+    result: Programme, first: str, second: str, latency: float, last: float, start: int = 0
+) -> None:
+    """What tickets cannot hide: a tile of `second` waits for tiles of `first`, however few.
+
+    Between the last ticket of first(q) and the first of second(q) lie second(q-1) and first(q+1).
+    Where these take less than one tile's latency, the SMs that drew tiles of second(q) wait. With
+    S SMs in flight, D tiles of second and u = D/S, Little's law gives the period of a minibatch
+        P = (work + u * latency) / (1 + u),     stall = u * (latency - work) / (1 + u).
+    With a ring of one slot nothing lies between, and the next pull waits as well: every step
+    lasts one tile at least. At the end of the walk likewise, and half a tile more.
+    """
+    steps = range(start, len(result.kinds))
+    firsts = [i for i in steps if result.kinds[i] == first]
+    seconds = [i for i in steps if result.kinds[i] == second]
+    is_trailing = len(firsts) > 1 and firsts[1] < seconds[0]
+    for q, step in enumerate(seconds[:-1]):
+        between = sum(result.seconds[i] for i in range(firsts[q] + 1, step))
+        share = result.seconds[step] / last
+        if is_trailing:
+            result.seconds[step] += max(0.0, latency - between) * share / (1.0 + share)
+        else:
+            result.seconds[firsts[q]] = max(result.seconds[firsts[q]], latency)
+            result.seconds[step] = max(result.seconds[step], last)
+    if seconds:
+        for step, tile in ((firsts[-1], latency), (seconds[-1], last)):
+            result.seconds[step] = max(result.seconds[step], 0.5 * tile) + 0.5 * tile
+
+
+def gather_hidden(costs: StageCosts, rows: np.ndarray) -> float:
+    """Tensor parallelism: h is gathered from the other GPUs of the group before W_down."""
+    shape = costs.shape
+    share = (shape.tp_size - 1) / shape.tp_size
+    return float(rows.sum()) * shape.intermediate_size * 2 * share / costs.hardware.link_rate
+
+
+def backward_programme(
+    costs: StageCosts, choice: Choice, table: MinibatchTable, num_tokens: float
+) -> Programme:
+    """Task order of the backward megakernel and its wgrad launches."""
+    rows, sources = table.rows, table.sources
+    num, slots = len(rows), choice.ring_slots
+    result = Programme()
+    # x is pulled again for dW_gate and dW_up
+    result.pull_bytes = sources * costs.shape.pull_row_bytes * 2
+    result.push_bytes = sources * costs.shape.push_row_bytes
+    if costs.shape.shared_intermediate_size:
+        result.add("shared", -1, costs.shared_backward(num_tokens))
+    result.gate = []
+    free = -1
+    for first in range(0, num, slots):
+        inside = range(first, min(first + slots, num))
+        result.gate += [free] * len(inside)
+        add_macrobatch(result, costs, choice, rows, inside)
+        free = len(result.kinds) - 1
+    return result
+
+
+def add_macrobatch(
+    result: Programme, costs: StageCosts, choice: Choice, rows: np.ndarray, inside: range
+) -> None:
+    """dgrads of one macrobatch, the second one minibatch behind the first; then its wgrads."""
+    kept = {"all": len(rows), "ring": choice.ring_slots, "none": 0}[choice.save]
+    start, lag = len(result.kinds), trailing(choice.ring_slots)
+    for q in range(inside.start, inside.stop + lag):
+        if q < inside.stop:
+            seconds = costs.dgrad_hidden(rows[q]) + gather_hidden(costs, rows[q])
+            if q >= kept:
+                seconds += costs.gate_up(rows[q], saves=False)
+            result.add("dgrad_hidden", q, seconds, needs=q)
+        if q >= inside.start + lag:
+            seconds = costs.dgrad_input(rows[q - lag])
+            result.add("dgrad_input", q - lag, seconds, push=q - lag)
+    keep_distance(result, "dgrad_hidden", "dgrad_input", *costs.latencies[2:], start)
+    together = rows[inside.start : inside.stop].sum(axis=0)
+    result.add("wgrad", inside.start, costs.wgrad(together))

@@ -1,0 +1,303 @@
+"""Task-level simulation of one rank: every tile on every SM, drawn by tickets.
+
+An SM that is free draws the next ticket; the tile starts when what it depends on is there. Since a
+task depends on smaller tickets only, one pass in ticket order is the whole simulation:
+
+    gate/up tile of block b   rows of its minibatch pulled
+    down tile of block b      all gate/up tiles of b done
+    pull of minibatch q       pull of q-1 done, down tiles of q - slots done (ring slot free)
+    end of a down tile        its push has left (stores are pushed back by a full link)
+
+Links: the rank's own port at the measured rate; contention at peers is `minibatch_simulation`'s.
+Backward has dgrad hidden for gate/up, dgrad input for down, and wgrad tiles after them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .closed_form import Setting, head_seconds, tail_seconds
+from .minibatch_simulation import Span
+from .programme import forward_walk, trailing
+from .stages import (
+    TAIL_ROWS,
+    TILE_COLUMNS,
+    TILE_DEPTH,
+    TILE_ROWS,
+    StageCosts,
+    layer_flops,
+    padded,
+)
+
+
+@dataclass(frozen=True)
+class TileKind:
+    """One kind of tile: columns of tiles per row block, seconds of a full and of a half tile."""
+
+    name: str
+    columns: int
+    full: float
+    half: float
+    push_bytes: float = 0.0  # per row
+
+
+@dataclass
+class TaskRun:
+    """Result: seconds, spans, and SM-seconds by what they were spent on."""
+
+    seconds: float
+    head: float
+    tail: float
+    spent: dict[str, float]
+    num_tiles: int
+    flops: float
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.seconds / 1e12
+
+    def shares(self) -> dict[str, float]:
+        """Share of all SM-time between head and tail."""
+        total = sum(self.spent.values())
+        return {name: value / total if total else 0.0 for name, value in self.spent.items()}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Row blocks of one rank in schedule order: expert, valid rows, remote rows of each."""
+
+    expert: np.ndarray
+    valid: np.ndarray
+    remote: np.ndarray
+
+
+def row_blocks(setting: Setting, rank: int) -> Blocks:
+    """The rank's row blocks; remote rows in proportion to each expert's foreign routes."""
+    experts = np.flatnonzero(setting.owner == rank)
+    expert, valid, remote = [], [], []
+    for e in experts:
+        count = int(setting.work.expert_load[e])
+        foreign = 1.0 - float(setting.work.counts[rank, e]) / max(count, 1)
+        for first in range(0, count, TILE_ROWS):
+            rows = min(TILE_ROWS, count - first)
+            expert.append(e)
+            valid.append(rows)
+            remote.append(rows * foreign)
+    return Blocks(np.array(expert, int), np.array(valid, int), np.array(remote, float))
+
+
+def tile_kinds(costs: StageCosts, is_backward: bool) -> tuple[TileKind, TileKind]:
+    """The two kinds of tiles that trail each other."""
+    s, k = costs.shape, costs.constants
+    hidden, inner = padded(s.hidden_size, TILE_DEPTH), padded(s.intermediate_size, TILE_DEPTH)
+    halves = -(-s.columns // TILE_ROWS)
+    wide = -(-s.output_columns // TILE_COLUMNS)
+    if is_backward:
+        names, depths = ("dgrad_hidden", "dgrad_input"), (hidden, 2 * inner)
+        epilogues = (k.dgrad_epilogue_us, k.down_epilogue_us)
+        columns = (-(-s.columns // TILE_COLUMNS), wide)
+    else:
+        names, depths = ("gate_up", "down"), (hidden, inner)
+        epilogues = (k.gate_up_epilogue_us, k.down_epilogue_us)
+        columns = (halves, wide)
+    made = []
+    for i in range(2):
+        full = costs.tile_seconds(depths[i], epilogues[i])
+        made.append(TileKind(names[i], columns[i], full, full / 2, 2.0 * TILE_COLUMNS * i))
+    return made[0], made[1]
+
+
+def power_stretch(costs: StageCosts, blocks: Blocks, kinds: tuple[TileKind, TileKind]) -> float:
+    """Factor on tile times: power where it, not the clock, sets the pace; and the issue slots
+    that gather and scatter take from the math on all SMs."""
+    s = costs.shape
+    full = blocks.valid > TAIL_ROWS
+    issue = 0.0
+    for kind in kinds:
+        issue += kind.columns * (kind.full * full.sum() + kind.half * (~full).sum())
+    flops = 6.0 * float(blocks.valid.sum()) * s.hidden_size * s.columns
+    issue /= costs.compute_sms
+    if issue == 0.0:
+        return 1.0
+    rows = float(blocks.valid.sum())
+    copies = costs.copy_seconds(rows, s.pull_row_bytes) + costs.copy_seconds(rows, s.push_row_bytes)
+    return max(1.0, costs.power_seconds(flops) / issue) + copies / issue
+
+
+class Tickets:
+    """SMs that draw tickets; keeps spans and the account of SM-time."""
+
+    def __init__(self, num_sms: int, first_sm: int, with_spans: bool) -> None:
+        self.free = [(0.0, sm) for sm in range(first_sm, first_sm + num_sms)]
+        heapq.heapify(self.free)
+        self.spent: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self.with_spans = with_spans
+        self.num_tiles = 0
+
+    def draw(self, name: str, ready: float, seconds: float, reason: str) -> tuple[float, int]:
+        """Give the next tile to the SM that is free first; returns its (end, SM)."""
+        free, sm = heapq.heappop(self.free)
+        start = max(free, ready)
+        if start > free:
+            self.spent[reason] = self.spent.get(reason, 0.0) + start - free
+        self.spent[name] = self.spent.get(name, 0.0) + seconds
+        self.num_tiles += 1
+        if self.with_spans:
+            self.spans.append(Span(sm, "tiles", name, start, start + seconds))
+        return start + seconds, sm
+
+    def put_back(self, end: float, sm: int) -> None:
+        heapq.heappush(self.free, (end, sm))
+
+    def close(self) -> float:
+        """End of the last tile; the others' idle time until then counts as the last wave."""
+        last = max(end for end, _ in self.free)
+        idle = sum(last - end for end, _ in self.free)
+        self.spent["last wave"] = self.spent.get("last wave", 0.0) + idle
+        return last
+
+
+class RankTasks:
+    """One pass over all tickets of one rank."""
+
+    def __init__(self, setting: Setting, rank: int, is_backward: bool, with_spans: bool) -> None:
+        self.setting, self.costs = setting, setting.costs
+        self.blocks = row_blocks(setting, rank)
+        self.is_backward = is_backward
+        self.tickets = Tickets(
+            self.costs.compute_sms, setting.choice.communication_sms, with_spans
+        )
+        self.kinds = tile_kinds(self.costs, is_backward)
+        self.stretch = power_stretch(self.costs, self.blocks, self.kinds)
+        self.per_minibatch = setting.choice.minibatch // TILE_ROWS
+        num = -(-len(self.blocks.valid) // self.per_minibatch)
+        slots = setting.choice.ring_slots
+        self.walk = list(range(num)) if is_backward else forward_walk(num, slots)
+        self.ready = np.zeros(len(self.blocks.valid))  # first product of a block done
+        self.freed = np.zeros(num)  # ring slot of walk position q free
+        self.pulled = self.pull_end = self.push_end = 0.0
+        movers = setting.choice.communication_sms or setting.hardware.num_sms
+        ceiling = movers * setting.hardware.sm_link_bytes_per_s
+        self.pull_rate = min(setting.hardware.link_rate, ceiling)
+
+    def members(self, q: int) -> range:
+        first = self.walk[q] * self.per_minibatch
+        return range(first, min(first + self.per_minibatch, len(self.blocks.valid)))
+
+    def pull(self, q: int) -> float:
+        """When the rows of walk position q are all in the ring."""
+        blocks, slots = self.members(q), self.setting.choice.ring_slots
+        start = self.pull_end
+        if q >= slots:
+            start = max(start, float(self.freed[q - slots]))
+        factor = 2.0 if self.is_backward else 1.0
+        row_bytes = self.costs.shape.pull_row_bytes * factor
+        remote = float(self.blocks.remote[blocks.start : blocks.stop].sum())
+        total = float(self.blocks.valid[blocks.start : blocks.stop].sum())
+        hardware = self.setting.hardware
+        seconds = remote * row_bytes / self.pull_rate
+        seconds = max(seconds, (total - remote) * row_bytes / hardware.gather_bytes_per_s)
+        self.pull_end = start + seconds + hardware.link_latency_us * 1e-6
+        if self.tickets.with_spans:
+            span = Span(-1, "pull", f"pull {self.walk[q]}", start, self.pull_end)
+            self.tickets.spans.append(span)
+        return self.pull_end
+
+    def seconds_of(self, kind: TileKind, block: int) -> float:
+        is_full = self.blocks.valid[block] > TAIL_ROWS
+        return (kind.full if is_full else kind.half) * self.stretch
+
+    def first_product(self, q: int) -> None:
+        """Column-major over the minibatch's blocks: a weight tile serves all blocks of an expert."""
+        kind, here = self.kinds[0], self.pull(q)
+        for _ in range(kind.columns):
+            for block in self.members(q):
+                seconds = self.seconds_of(kind, block)
+                end, sm = self.tickets.draw(kind.name, here, seconds, "waiting for rows")
+                self.tickets.put_back(end, sm)
+                self.ready[block] = max(self.ready[block], end)
+
+    def second_product(self, q: int) -> None:
+        kind, last = self.kinds[1], 0.0
+        rate = self.setting.hardware.link_rate
+        for _ in range(kind.columns):
+            for block in self.members(q):
+                end, sm = self.tickets.draw(
+                    kind.name,
+                    float(self.ready[block]),
+                    self.seconds_of(kind, block),
+                    "waiting for the first product",
+                )
+                sent = float(self.blocks.remote[block]) * kind.push_bytes / rate
+                self.push_end = max(self.push_end, end - sent) + sent
+                if self.push_end > end:
+                    spent = self.tickets.spent
+                    spent["pushing"] = spent.get("pushing", 0.0) + self.push_end - end
+                    end = self.push_end
+                self.tickets.put_back(end, sm)
+                last = max(last, end)
+        self.freed[q] = last
+
+    def shared_expert(self, num_tokens: float) -> None:
+        """Tiles that need nothing from peers: they come first and hide the first pull."""
+        costs = self.costs
+        work = costs.shared_backward if self.is_backward else costs.shared_forward
+        seconds = work(num_tokens)
+        tile = self.kinds[0].full * self.stretch
+        tiles = round(seconds * costs.compute_sms / tile)
+        for _ in range(tiles):
+            end, sm = self.tickets.draw("shared", 0.0, tile, "waiting for rows")
+            self.tickets.put_back(end, sm)
+
+    def wgrad(self) -> None:
+        """Weight gradients of every touched expert, after all dgrads."""
+        s, costs = self.costs.shape, self.costs
+        start = self.tickets.close()
+        tiles = 3 * (-(-s.hidden_size // TILE_ROWS)) * (-(-s.columns // TILE_COLUMNS))
+        stored = costs.constants.wgrad_epilogue_us * (1.0 if costs.float32_dw else 0.5)
+        self.tickets.free = [(start, sm) for _, sm in self.tickets.free]
+        counts = np.bincount(self.blocks.expert, weights=self.blocks.valid)
+        for rows in counts[counts > 0]:
+            seconds = costs.tile_seconds(padded(int(rows), TILE_DEPTH), stored) * self.stretch
+            for _ in range(tiles):
+                end, sm = self.tickets.draw("wgrad", start, seconds, "waiting for dgrad")
+                self.tickets.put_back(end, sm)
+
+    def run(self, num_tokens: float) -> float:
+        if self.costs.shape.shared_intermediate_size:
+            self.shared_expert(num_tokens)
+        lag = trailing(self.setting.choice.ring_slots)
+        for q in range(len(self.walk) + lag):
+            if q < len(self.walk):
+                self.first_product(q)
+            if q >= lag:
+                self.second_product(q - lag)
+        if self.is_backward:
+            self.wgrad()
+        return self.tickets.close()
+
+
+def simulate_tasks(
+    setting: Setting, rank: int = 0, is_backward: bool = False, with_spans: bool = False
+) -> TaskRun:
+    """All tiles of one rank in one direction of the layer."""
+    tasks = RankTasks(setting, rank, is_backward, with_spans)
+    tokens = float(setting.work.tokens[rank])
+    seconds = tasks.run(tokens)
+    head, tail = head_seconds(setting), tail_seconds(setting)
+    rows = float(tasks.blocks.valid.sum())
+    flops = layer_flops(rows, setting.shape, tokens) * (2 if is_backward else 1)
+    return TaskRun(
+        head + seconds + tail,
+        head,
+        tail,
+        tasks.tickets.spent,
+        tasks.tickets.num_tiles,
+        flops / setting.shape.tp_size,
+        tasks.tickets.spans,
+    )

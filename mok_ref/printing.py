@@ -1,0 +1,182 @@
+"""What the command line prints: tables on a terminal or in a pipe, one JSON object on request."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mok_ref.casefile import CONTRACT
+from mok_ref.runner import Plan, RunResult
+from mok_ref.schedule import build_schedule, walk
+
+# Stages that happen once per minibatch: what a progress bar counts.
+MINIBATCH_STAGES = ("gate/up", "down", "row gradients", "weight gradients")
+WHOLE_STEPS = ("routing", "forward", "backward", "router gradient")
+
+
+def console() -> Console:
+    """Standard output; in a pipe wide enough that nothing is folded."""
+    return Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=160)
+
+
+def table(title: str | None, *columns: str) -> Table:
+    """A plain table; columns whose name starts with '>' are right-aligned."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        made.add_column(
+            column.lstrip(">"),
+            justify="right" if column.startswith(">") else "left",
+            overflow="fold",
+        )
+    return made
+
+
+def describe(plan: Plan) -> str:
+    """Sizes and options of a run in one line."""
+    config, case = plan.config, plan.case
+    parts = [
+        f"N={case.num_tokens} H={config.hidden_size} I={config.intermediate_size} "
+        f"E={config.num_experts} K={config.top_k} R={config.ep_size}"
+    ]
+    if config.shared_intermediate_size:
+        parts.append(f"shared {config.shared_intermediate_size}")
+    if config.swiglu_limit is not None:
+        parts.append(f"clamp {config.swiglu_limit:g}")
+    if case.routing is not None:
+        parts.append(f"router {case.routing.score}")
+    parts += [config.row_order, config.dtype, config.arithmetic, plan.settings.device]
+    return ", ".join(parts)
+
+
+def tokens_per_second(result: RunResult) -> float:
+    """Tokens of the batch over the time of routing, forward and backward on the slowest rank."""
+    seconds = result.seconds(*WHOLE_STEPS)
+    return result.plan.case.num_tokens / seconds if seconds > 0 else 0.0
+
+
+def print_run(result: RunResult) -> None:
+    """Tables of a run: rows per rank, time per stage, digests."""
+    out, plan = console(), result.plan
+    out.print(describe(plan))
+    ranks = table("Ranks", ">rank", ">tokens", ">experts", ">rows", ">rows with padding")
+    routed, padded = result.rows_per_rank()
+    for rank in range(plan.config.ep_size):
+        cells = (rank, plan.splits[rank], plan.config.num_local_experts(rank))
+        ranks.add_row(*map(str, (*cells, routed[rank], padded[rank])))
+    out.print(ranks)
+    stages = table("Stages (slowest rank)", "stage", ">ms")
+    for name, seconds in result.stages.items():
+        indent = "" if name in WHOLE_STEPS else "  "
+        stages.add_row(f"{indent}{name}", f"{1e3 * seconds:.2f}")
+    out.print(stages)
+    out.print(f"path {result.path}, {tokens_per_second(result):.0f} tokens/s")
+    tensors = table("Tensors", "name", "dtype", "shape", "sha-256")
+    for name, value in result.digests.items():
+        tensor = result.tensors[name]
+        tensors.add_row(name, tensor.dtype.name, "x".join(map(str, tensor.shape)), value)
+    out.print(tensors)
+    print(f"digest {result.digest}")
+    if plan.config.arithmetic != "exact":
+        out.print(f"arithmetic {plan.config.arithmetic!r} makes no promise about bits")
+
+
+def run_report(result: RunResult) -> dict[str, Any]:
+    """The same as one JSON object."""
+    plan, config = result.plan, result.plan.config
+    routed, padded = result.rows_per_rank()
+    return {
+        "contract": CONTRACT,
+        "ranks": config.ep_size,
+        "device": plan.settings.device,
+        "path": result.path,
+        "num_tokens": plan.case.num_tokens,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "shared_intermediate_size": config.shared_intermediate_size,
+        "num_experts": config.num_experts,
+        "top_k": config.top_k,
+        "order": config.row_order,
+        "dtype": config.dtype,
+        "arithmetic": config.arithmetic,
+        "backward": plan.settings.backward,
+        "splits": plan.splits.tolist(),
+        "rows_per_rank": routed.tolist(),
+        "padded_rows_per_rank": padded.tolist(),
+        "rows_per_expert": result.rows_per_expert().tolist(),
+        "stages_ms": {name: 1e3 * seconds for name, seconds in result.stages.items()},
+        "tokens_per_s": tokens_per_second(result),
+        "shapes": {name: list(tensor.shape) for name, tensor in result.tensors.items()},
+        "digest": result.digest,
+        "digests": result.digests,
+    }
+
+
+# --------------------------------------------------------------------------- progress
+
+
+def num_minibatch_steps(plan: Plan, ranks: list[int]) -> int | None:
+    """How often `MINIBATCH_STAGES` will happen on these ranks; None where a router decides."""
+    ids, config = plan.case.topk_ids, plan.config
+    if ids is None:
+        return None
+    steps = 0
+    for rank in ranks:
+        schedule = build_schedule(config, rank, ids, plan.splits)
+        batches = walk(schedule.num_rows, *config.ring_rows(schedule.num_rows), "forward")
+        steps += len(list(batches)) * (4 if plan.settings.backward else 2)
+    return steps
+
+
+@contextmanager
+def progress(plan: Plan, ranks: list[int]) -> Iterator[Callable[[str], None] | None]:
+    """A bar on a terminal, nothing elsewhere; yields what the ranks call after each stage."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task("minibatches", total=num_minibatch_steps(plan, ranks))
+        lock = threading.Lock()
+
+        def after_stage(name: str) -> None:
+            if name in MINIBATCH_STAGES:
+                with lock:
+                    bar.update(task, advance=1, description=name)
+
+        yield after_stage
+
+
+# --------------------------------------------------------------------------- schedule
+
+
+def print_schedule(plan: Plan, topk_ids: np.ndarray, traffic: np.ndarray, num_rows: int) -> None:
+    """The rank-to-rank matrix, each rank's experts, and the first rows of every schedule."""
+    out, config = console(), plan.config
+    out.print(describe(plan))
+    matrix = table("Rows that a rank pulls", "by", *(f">from {r}" for r in range(config.ep_size)))
+    for rank, row in enumerate(traffic):
+        matrix.add_row(f"rank {rank}", *map(str, row))
+    out.print(matrix)
+    for rank in range(config.ep_size):
+        schedule = build_schedule(config, rank, topk_ids, plan.splits)
+        experts = zip(schedule.expert_ids, schedule.expert_offset, schedule.expert_count)
+        segments = [f"{e}: {n} from row {o}" for e, o, n in experts]
+        out.print(f"rank {rank}: {schedule.num_rows} rows; experts {', '.join(segments) or 'none'}")
+        if num_rows > 0:
+            rows = table(None, ">row", ">expert", ">from rank", ">token", ">slot")
+            real = np.flatnonzero(schedule.peer_rank >= 0)[:num_rows]
+            for row in real:
+                expert = schedule.expert_ids[schedule.row_block_expert[row // 128]]
+                token, slot = divmod(int(schedule.peer_row[row]), config.top_k)
+                rows.add_row(*map(str, (row, expert, schedule.peer_rank[row], token, slot)))
+            out.print(rows)

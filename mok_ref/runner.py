@@ -1,0 +1,402 @@
+"""Run a case on virtual ranks, under mpiexec or on the GPU, and gather what the whole batch gave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from mok_ref.casefile import (
+    OUTPUT_EXPERTS,
+    OUTPUT_REPLICATED,
+    OUTPUT_TOKENS,
+    Case,
+)
+from mok_ref.chain import ordered_chain
+from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.experts import ExpertWeights
+from mok_ref.heap import run_on_world, run_ranks
+from mok_ref.layer import moe_backward, moe_forward
+from mok_ref.numerics import as_values, to_bf16
+from mok_ref.routing import route_backward, route_forward, router_dx, router_logits
+from mok_ref.schedule import default_splits
+from mok_ref.testing import digest, random_bf16, random_routes, tensor_digest
+from mok_ref.timing import StageClock, stage_time
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run a case; None means: as the case says. `placement` "even" ignores the case's."""
+
+    ranks: int | None = None
+    order: str | None = None
+    dtype: str | None = None
+    scale_rule: str | None = None
+    placement: str | tuple[int, ...] | None = None
+    macrobatch: int | None = None
+    minibatch: int | None = None
+    arithmetic: str = "exact"
+    save: str = "all"
+    backward: bool = False
+    device: str = "cpu"
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A case with everything decided: the layer's configuration and the tokens of each rank."""
+
+    case: Case
+    config: MoEConfig
+    splits: np.ndarray
+    settings: Settings
+
+    def tokens_of(self, rank: int) -> slice:
+        ends = np.cumsum(self.splits)
+        return slice(int(ends[rank] - self.splits[rank]), int(ends[rank]))
+
+
+@dataclass(eq=False)
+class RankResult:
+    """One rank's share: host arrays by output name, seconds per stage, which GPU path ran."""
+
+    tensors: dict[str, np.ndarray]
+    stages: dict[str, float]
+    path: str
+
+
+@dataclass(eq=False)
+class RunResult:
+    """The whole batch: tensors as in an output file, their digest, and how long stages took."""
+
+    plan: Plan
+    tensors: dict[str, np.ndarray]
+    topk_ids: np.ndarray
+    stages: dict[str, float]
+    path: str
+    digest: str = field(init=False)
+    digests: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.digest = digest(self.tensors)
+        self.digests = {
+            name: tensor_digest(name, self.tensors[name]) for name in sorted(self.tensors)
+        }
+
+    def rows_per_expert(self) -> np.ndarray:
+        """(E,) routes that reached each expert."""
+        routed = self.topk_ids[self.topk_ids >= 0]
+        return np.bincount(routed, minlength=self.plan.config.num_experts)
+
+    def rows_per_rank(self) -> tuple[np.ndarray, np.ndarray]:
+        """(R,) routed rows and (R,) rows with padding."""
+        config, rows = self.plan.config, self.rows_per_expert()
+        padded = -(-rows // ROW_TILE) * ROW_TILE
+        owners, size = config.owner_of_expert, config.ep_size
+        routed = np.bincount(owners, weights=rows, minlength=size).astype(np.int64)
+        return routed, np.bincount(owners, weights=padded, minlength=size).astype(np.int64)
+
+    def traffic(self) -> np.ndarray:
+        """(R, R) rows that rank i pulls from rank j."""
+        return traffic_of(self.plan, self.topk_ids)
+
+    def seconds(self, *names: str) -> float:
+        return sum(self.stages.get(name, 0.0) for name in names)
+
+    def output_arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of an output file."""
+        lines = [f"{name} {value}" for name, value in self.digests.items()]
+        return {**self.tensors, "digest": np.asarray(self.digest), "digests": np.asarray(lines)}
+
+
+# --------------------------------------------------------------------------- preparing
+
+
+def make_plan(case: Case, settings: Settings, job_size: int | None = None) -> Plan:
+    """Decide ranks, splits and configuration; all bad combinations are refused here.
+
+    job_size   number of MPI processes, None outside mpiexec
+    Raises: ValueError naming argument, rule and value.
+    """
+    if settings.device not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {settings.device!r}")
+    if settings.backward and case.dy is None:
+        raise ValueError("dy must be in the case for --backward, got none")
+    ranks = _num_ranks(case, settings, job_size)
+    if case.splits is not None and len(case.splits) == ranks:
+        splits = case.splits.astype(np.int64)
+    else:
+        splits = default_splits(case.num_tokens, ranks)
+    return Plan(case, case_config(case, settings, ranks), splits, settings)
+
+
+def _num_ranks(case: Case, settings: Settings, job_size: int | None) -> int:
+    asked = settings.ranks
+    if asked is not None and asked < 1:
+        raise ValueError(f"ranks must be >= 1, got {asked}")
+    if job_size is None:
+        return asked or (1 if case.splits is None else len(case.splits))
+    if asked is not None and asked != job_size:
+        raise ValueError(f"ranks must be the number of MPI processes {job_size}, got {asked}")
+    if asked is None and case.splits is not None and len(case.splits) != job_size:
+        raise ValueError(
+            f"the number of MPI processes must be the {len(case.splits)} entries of splits "
+            f"(or be given again as --ranks, which re-splits), got {job_size}"
+        )
+    return job_size
+
+
+def case_config(case: Case, settings: Settings, ranks: int) -> MoEConfig:
+    """The layer's configuration for `ranks` ranks. Raises: ValueError."""
+    placement = settings.placement
+    if placement is None and case.placement is not None:
+        placement = tuple(int(owner) for owner in case.placement)
+    return MoEConfig(
+        hidden_size=case.x.shape[1],
+        intermediate_size=case.w_gate.shape[1],
+        num_experts=len(case.w_gate),
+        top_k=case.top_k,
+        ep_size=ranks,
+        shared_intermediate_size=0 if case.shared is None else len(case.shared.gate),
+        swiglu_limit=case.swiglu_limit,
+        row_order=settings.order or case.order,
+        dtype=settings.dtype or case.dtype,
+        scale_rule=settings.scale_rule or case.scale_rule,
+        placement=None if isinstance(placement, str) else placement,
+        macrobatch=settings.macrobatch,
+        minibatch=settings.minibatch,
+        arithmetic=settings.arithmetic,
+    )
+
+
+# --------------------------------------------------------------------------- one rank
+
+
+def run_rank(plan: Plan, heap: Any, after_stage: Callable[[str], None] | None = None) -> RankResult:
+    """This rank's part of the case: route, forward, and backward if asked for; collective."""
+    case, config = plan.case, plan.config
+    to_device, to_host = _transfer(heap)
+    tokens, experts = plan.tokens_of(heap.rank), config.experts_of(heap.rank)
+    weights = ExpertWeights(*(to_device(w[experts]) for w in (case.w_gate, case.w_up, case.w_down)))
+    shared = None if case.shared is None else ExpertWeights(*map(to_device, case.shared))
+    x = to_device(case.x[tokens])
+    clock = StageClock(after_stage)
+    with clock.running():
+        with stage_time("routing"):
+            ids, topk_weights, saved = _route(plan, tokens, x, to_device)
+        with stage_time("forward"):
+            y, context = moe_forward(
+                config, heap, x, ids, topk_weights, weights, shared, save=plan.settings.save
+            )
+            _synchronize(heap)
+        tensors: dict[str, Any] = {"y": y}
+        if saved is not None:
+            tensors.update(topk_ids=ids, topk_weights=topk_weights)
+        if plan.settings.backward:
+            assert case.dy is not None
+            dy = to_device(case.dy[tokens])
+            tensors.update(_backward(plan, heap, context, dy, x, saved, to_device))
+    host = {name: to_host(value) for name, value in tensors.items() if value is not None}
+    host["topk_ids"] = to_host(ids)
+    return RankResult(host, clock.seconds, getattr(context, "path", "reference"))
+
+
+def _transfer(heap: Any) -> tuple[Callable[[Any], Any], Callable[[Any], np.ndarray]]:
+    """Functions that bring an array to the heap's device and back."""
+    if heap.device == "cpu":
+        return np.ascontiguousarray, np.asarray
+    import cupy
+
+    return cupy.asarray, cupy.asnumpy
+
+
+def _synchronize(heap: Any) -> None:
+    """On a GPU: wait for the step and raise what the device reported."""
+    check = getattr(heap, "check", None)
+    if check is not None:
+        check()
+
+
+def _route(plan: Plan, tokens: slice, x: Any, to_device: Callable[[Any], Any]) -> Any:
+    """(ids, weights, what the router's backward needs or None) of this rank's tokens."""
+    case = plan.case
+    if case.topk_ids is not None and case.topk_weights is not None:
+        return to_device(case.topk_ids[tokens]), to_device(case.topk_weights[tokens]), None
+    assert case.routing is not None
+    if case.logits is not None:
+        logits = to_device(case.logits[tokens])
+    else:
+        w_router = as_values(to_device(case.w_router))
+        logits = router_logits(as_values(x), w_router, plan.config.arithmetic)
+    return route_forward(logits, case.routing)
+
+
+def _backward(
+    plan: Plan,
+    heap: Any,
+    context: Any,
+    dy: Any,
+    x: Any,
+    saved: Any,
+    to_device: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """All gradients of this rank by output name."""
+    mode, router = plan.config.arithmetic, plan.case.w_router
+    w_router = None if router is None else as_values(to_device(router))
+    from_router: dict[str, Any] = {}
+
+    def router_share(d_topk_weights: Any) -> Any:
+        from_router["d_logits"] = route_backward(saved, d_topk_weights)
+        return router_dx(from_router["d_logits"], w_router, mode)
+
+    with stage_time("backward"):
+        grads = moe_backward(context, dy, None, None if w_router is None else router_share)
+        _synchronize(heap)
+    with stage_time("router gradient"):
+        if saved is not None and w_router is None:
+            from_router["d_logits"] = route_backward(saved, grads.d_topk_weights)
+        if w_router is not None:
+            name = "run/dw_router"
+            heap.alloc(name, w_router.shape, np.float64 if mode == "float64" else np.float32)
+            d_logits = to_bf16(from_router["d_logits"])
+            from_router["dw_router"] = ordered_chain(heap, name, d_logits, as_values(x), None, mode)
+            heap.free(name)
+    names = ("dx", "d_topk_weights", *OUTPUT_EXPERTS, *OUTPUT_REPLICATED[:3])
+    return {**{name: getattr(grads, name) for name in names}, **from_router}
+
+
+def routes_of(plan: Plan) -> np.ndarray:
+    """(N, K) expert ids of the whole batch, given or chosen by the case's router."""
+    ids, _, _ = _route(plan, slice(None), plan.case.x, np.ascontiguousarray)
+    return ids
+
+
+def traffic_of(plan: Plan, topk_ids: np.ndarray) -> np.ndarray:
+    """(R, R) rows that rank i pulls from rank j, for the routes of the whole batch."""
+    source = np.repeat(np.arange(len(plan.splits)), plan.splits)
+    token, slot = np.nonzero(topk_ids >= 0)
+    owner = plan.config.owner_of_expert[topk_ids[token, slot]]
+    matrix = np.zeros((plan.config.ep_size, plan.config.ep_size), np.int64)
+    np.add.at(matrix, (owner, source[token]), 1)
+    return matrix
+
+
+# --------------------------------------------------------------------------- all ranks
+
+
+def run_virtual(plan: Plan, after_stage: Callable[[str], None] | None = None) -> RunResult:
+    """The case on virtual ranks of this process, on the CPU or on one GPU."""
+
+    def rank(heap: Any) -> RankResult:
+        return run_rank(plan, heap, after_stage)
+
+    size, timeout_s = plan.config.ep_size, plan.settings.timeout_s
+    if plan.settings.device == "cpu":
+        return assemble(plan, run_ranks(size, rank, timeout_s))
+    from mok_ref.heap.virtual_cuda import VirtualCudaWorld
+
+    return assemble(plan, run_on_world(VirtualCudaWorld(size, timeout_s), rank))
+
+
+def run_mpi(
+    plan: Plan, comm: Any, after_stage: Callable[[str], None] | None = None
+) -> RunResult | None:
+    """The case with one MPI process per rank; the result on rank 0, None elsewhere."""
+    heap: Any
+    if plan.settings.device == "cpu":
+        from mok_ref.heap.mpi import MpiSharedHeap
+
+        heap = MpiSharedHeap(comm, plan.settings.timeout_s)
+    else:
+        from mok_ref.heap.cuda_ipc import CudaIpcHeap
+
+        heap = CudaIpcHeap(comm, timeout_s=plan.settings.timeout_s)
+    mine = run_rank(plan, heap, after_stage)
+    heap.close()
+    everyone = comm.gather(mine)
+    return None if everyone is None else assemble(plan, everyone)
+
+
+def assemble(plan: Plan, results: list[RankResult]) -> RunResult:
+    """Global tensors from the ranks' shares: tokens in order, experts by id, replicated ones once.
+
+    A stage lasts as long as on its slowest rank.
+    """
+    config, tensors = plan.config, {}
+    shares = [result.tensors for result in results]
+    for name in OUTPUT_TOKENS:
+        if name in shares[0]:
+            tensors[name] = np.concatenate([share[name] for share in shares])
+    for name in OUTPUT_EXPERTS:
+        if name in shares[0]:
+            sample = shares[0][name]
+            tensors[name] = np.zeros((config.num_experts, *sample.shape[1:]), sample.dtype)
+            for rank, share in enumerate(shares):
+                tensors[name][config.experts_of(rank)] = share[name]
+    for name in OUTPUT_REPLICATED:
+        if name in shares[0]:
+            tensors[name] = shares[0][name]
+    topk_ids = tensors["topk_ids"] if plan.case.routing else tensors.pop("topk_ids")
+    names = [name for result in results for name in result.stages]
+    slowest = {name: max(r.stages.get(name, 0.0) for r in results) for name in dict.fromkeys(names)}
+    return RunResult(plan, tensors, topk_ids, slowest, results[0].path)
+
+
+# --------------------------------------------------------------------------- random cases
+
+
+@dataclass(frozen=True)
+class RandomCase:
+    """Sizes of a random problem; the same numbers give the same case everywhere."""
+
+    num_tokens: int = 512
+    hidden_size: int = 256
+    intermediate_size: int = 128
+    num_experts: int = 8
+    top_k: int = 2
+    shared_size: int = 0
+    swiglu_limit: float | None = None
+    router: bool = False
+    seed: int = 0
+
+    def make(self) -> Case:
+        """x ~ N(0, 1), weights ~ N(0, 1/fan-in), routes without repetition where E >= K."""
+        for name in ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "top_k"):
+            low = 0 if name == "num_tokens" else 1
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be >= {low}, got {getattr(self, name)}")
+        if self.shared_size < 0:
+            raise ValueError(f"shared_size must be >= 0, got {self.shared_size}")
+        rng = np.random.default_rng([self.seed, 0])
+        hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_experts
+
+        def bits(shape: tuple[int, ...], fan_in: int) -> np.ndarray:
+            return random_bf16(rng, shape, fan_in**-0.5).view(np.uint16)
+
+        inward, outward = (experts, inner, hidden), (experts, hidden, inner)
+        case = Case(
+            x=bits((self.num_tokens, hidden), 1),
+            dy=bits((self.num_tokens, hidden), 1),
+            w_gate=bits(inward, hidden),
+            w_up=bits(inward, hidden),
+            w_down=bits(outward, inner),
+            swiglu_limit=self.swiglu_limit,
+        )
+        if self.shared_size:
+            wide = (self.shared_size, hidden)
+            gate_up = (bits(wide, hidden), bits(wide, hidden))
+            shared = ExpertWeights(*gate_up, bits(wide[::-1], self.shared_size))
+            case = replace(case, shared=shared)
+        if self.router:
+            from mok_ref.routing import RoutingOptions
+
+            options = RoutingOptions(self.top_k, renormalize=True)
+            options.check_num_experts(experts)
+            return replace(case, w_router=bits((experts, hidden), hidden), routing=options)
+        ids, weights = random_routes(rng, self.num_tokens, experts, self.top_k)
+        return replace(case, topk_ids=ids, topk_weights=weights)

@@ -1,0 +1,182 @@
+"""A stand-in for CuPy that runs this project's kernels on the CPU, for tests without a GPU.
+
+Covers what mok_ref.gpu and mok_ref.heap use of CuPy and no more: arrays are NumPy arrays with an
+address, streams and events do nothing because a launch has ended when it returns, kernels come from
+tests/gpu/host_cuda. Virtual ranks run in threads as usual; launches take turns.
+
+    with host_cuda_device():
+        run_virtual_cuda_ranks(4, work)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from gpu.host_cuda import HostKernels
+
+LAUNCH = threading.Lock()
+
+
+class Address:
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class ndarray(np.ndarray):  # noqa: N801  (CuPy's name)
+    """A NumPy array that answers CuPy's questions."""
+
+    @property
+    def data(self) -> Address:  # type: ignore[override]
+        return Address(self.ctypes.data)
+
+    def get(self) -> np.ndarray:
+        return np.array(self)
+
+    def set(self, values: Any) -> None:
+        self[...] = values
+
+
+def _own(array: Any) -> ndarray:
+    return np.asarray(array).view(ndarray)
+
+
+class Stream:
+    ptr = 0
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        pass
+
+    def use(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+class Event:
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+
+class Device:
+    compute_capability = "80"
+
+    def __init__(self, index: int = 0) -> None:
+        pass
+
+    def use(self) -> None:
+        pass
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class HostFunction:
+    """One kernel with CuPy's call signature."""
+
+    num_regs = 32
+
+    def __init__(self, kernels: HostKernels, name: str) -> None:
+        self._kernels, self._name = kernels, name
+
+    def __call__(self, grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
+        plain = [np.asarray(a) if isinstance(a, np.ndarray) else a for a in args]
+        with LAUNCH:
+            self._kernels.launch(self._name, grid, int(np.prod(block)), plain)
+
+
+@lru_cache(maxsize=8)
+def host_kernels(source_name: str) -> HostKernels:
+    return HostKernels(source_name)
+
+
+def load_host_kernel(source: str, kernel: str, macros: Any = (), smem_bytes: int = 0) -> Any:
+    with LAUNCH:
+        return HostFunction(host_kernels(source), kernel)
+
+
+def _memset_async(address: int, value: int, num_bytes: int, stream: int) -> None:
+    ctypes.memset(address, value, num_bytes)
+
+
+def _memcpy_async(target: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+    ctypes.memmove(target, source, num_bytes)
+
+
+def make_module() -> types.ModuleType:
+    """The module that stands in for `cupy`."""
+    module = types.ModuleType("cupy")
+    stream = Stream()
+    runtime = types.SimpleNamespace(
+        getDeviceCount=lambda: 1,
+        memsetAsync=_memset_async,
+        memcpyAsync=_memcpy_async,
+        memcpyDeviceToDevice=3,
+        deviceSynchronize=lambda: None,
+        CUDARuntimeError=RuntimeError,
+    )
+    names = {
+        "ndarray": ndarray,
+        "empty": lambda shape, dtype=float: _own(np.empty(shape, dtype)),
+        "zeros": lambda shape, dtype=float: _own(np.zeros(shape, dtype)),
+        "full": lambda shape, value, dtype=None: _own(np.full(shape, value, dtype)),
+        "array": lambda values, dtype=None: _own(np.array(values, dtype)),
+        "asarray": lambda values, dtype=None: _own(np.array(values, dtype)),
+        "ascontiguousarray": lambda values: _own(np.ascontiguousarray(values)),
+        "cuda": types.SimpleNamespace(
+            Stream=Stream,
+            Event=Event,
+            Device=Device,
+            runtime=runtime,
+            get_current_stream=lambda: stream,
+            alloc_pinned_memory=PinnedMemory,
+        ),
+    }
+    for name in ("uint8", "uint16", "uint32", "uint64", "int32", "int64", "float32"):
+        names[name] = getattr(np, name)
+    for name, value in names.items():
+        setattr(module, name, value)
+    return module
+
+
+class PinnedMemory(bytearray):
+    """Host memory with an address."""
+
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+
+@contextmanager
+def host_cuda_device() -> Iterator[None]:
+    """Within it `import cupy` finds the stand-in and every kernel runs on the CPU."""
+    patches = [mock.patch.dict(sys.modules, {"cupy": make_module()})]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mok_ref.") and hasattr(module, "load_kernel"):
+            patches.append(mock.patch.object(module, "load_kernel", load_host_kernel))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
