@@ -13,6 +13,7 @@
 // Rows behind `valid` and columns behind I come out as +0 whatever the weights hold: dW reads them.
 #pragma once
 #include "backward_dx.cuh"
+#include "backward_pull.cuh"
 
 namespace mok {
 
@@ -91,8 +92,8 @@ MOK_DEVICE void store_block_sum(float s, float* target) {
 
 // The whole epilogue of a hidden tile for one multiplying warp: four stages of 64 columns.
 template <bool kClamp>
-MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, u32& piece,
-                                i32 group, const HiddenRows& rows, const SwigluLimit& clamp) {
+MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 group,
+                                const HiddenRows& rows, const SwigluLimit& clamp) {
   const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % 4;
   const i32 fragment_row = warp * 16 + lane % 16;
   const u32 row_offset = group * kBoxBytes + fragment_row * 128;
@@ -120,8 +121,7 @@ MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, Sta
     }
     fence_proxy_async_shared();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(layout.piece_full(group, piece & 3));
-    ++piece;
+    if (lane == 0) mbarrier_arrive(layout.piece_full(group, chunk));
     cursor.advance();
     if (chunk & 1) {
 #pragma unroll
@@ -135,12 +135,12 @@ MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, Sta
 }
 
 // Storing warp: block sums of a row block in ascending order, pushed to the owners of the tokens.
-// Executed by one warp per 64 rows, once per row block, after all hidden tiles of the block.
-MOK_DEVICE void push_d_weights(const LayerParams& layer, const DgradParams& params, i32 block, i32 valid, i32 group) {
+// Executed by one warp, once per row block, after all hidden tiles of the block.
+MOK_DEVICE void push_d_weights(const LayerParams& layer, const DgradParams& params, i32 block, i32 valid) {
   const i64 ring_rows = static_cast<i64>(params.macro_blocks) * kRowTile;
   const i64 macro_row = params.macro_index * ring_rows;
   const i32 num_blocks = ceil_div(layer.intermediate_size, kDotBlock);
-  for (i32 r = group * 64 + threadIdx.x % kWarpSize; r < min(valid, group * 64 + 64); r += kWarpSize) {
+  for (i32 r = threadIdx.x % kWarpSize; r < valid; r += kWarpSize) {
     const i64 ring_row = static_cast<i64>(block) * kRowTile + r;
     float acc = 0.0f;
     for (i32 b = 0; b < num_blocks; ++b) acc = __fadd_rn(acc, __ldcg(params.dot_partial + b * ring_rows + ring_row));

@@ -64,11 +64,8 @@ struct DgradCounters {
 constexpr i32 kWgradProducts = 4;
 
 struct WgradMaps {
-  TensorMap rows_out[kWgradProducts];      // [rows, M] bf16: dy, d_gate, d_up (, d_logits)
-  TensorMap rows_in[kWgradProducts];       // [rows, N] bf16: hw, x, x (, x)
-  TensorMap gradient32[kWgradProducts];    // [experts, M, N] float32, box of 32 columns and 64 rows
-  TensorMap gradient16[kWgradProducts];    // [experts, M, N] bf16, box of 64 columns and 64 rows
-  TensorMap straddling[kWgradProducts];    // [2, M, N] float32: chains that end in a later launch
+  TensorMap rows_out[kWgradProducts];  // [rows, M] bf16: dy, d_gate, d_up (, d_logits)
+  TensorMap rows_in[kWgradProducts];   // [rows, N] bf16: hw, x, x (, x)
 };
 
 enum GradientType : i32 { kFloat32Gradient = 0, kBf16Gradient = 1 };
@@ -86,8 +83,9 @@ struct WgradParams {
   i32 rows[kWgradProducts];     // M of each product
   i32 columns[kWgradProducts];  // N of each product
   u32* ticket;                  // zero at launch
-  const void* start[kWgradProducts];              // [experts, M, N] where a chain begins
-  const float* straddling[kWgradProducts];        // [2, M, N]
+  const void* start[kWgradProducts];  // [experts, M, N] where a chain begins
+  void* gradient[kWgradProducts];     // [experts, M, N] where it ends
+  float* straddling[kWgradProducts];  // [2, M, N]: chains that end in a later launch, gradients being bf16
 };
 
 }  // namespace mok

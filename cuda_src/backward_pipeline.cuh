@@ -1,10 +1,10 @@
 // The machine under both backward kernels: a ring of operand tiles in shared memory and a queue of tasks.
 //
-// Executed by: CTAs of 384 threads. Warpgroup 0 helps: warp 0 draws tickets and loads operands by TMA, warps 1
-// and 2 store what warpgroups 1 and 2 made, warp 3 pulls rows. Warpgroups 1 and 2 multiply: rows 0..63 and
-// 64..127 of a 128 x 256 tile, K in blocks of 64.
+// Executed by: CTAs of 384 threads. Warpgroup 0 helps: warp 0 draws tickets and loads operands by TMA, warp 1
+// (dgrad) stores what the multiplying warps left in the ring and signals other CTAs, warps 2 and 3 (dgrad) pull
+// rows. Warpgroups 1 and 2 multiply: rows 0..63 and 64..127 of a 128 x 256 tile, K in blocks of 64.
 // Synchronisation: one mbarrier pair per ring stage (full: bytes of TMA; empty: 8 arrivals) and per slot of the
-// task queue (full: the producer; empty: 8 multiplying and 2 storing warps). Nothing here waits for another CTA.
+// task queue (full: the producer; empty: every warp that reads it). Nothing here waits for another CTA.
 #pragma once
 #include "check.cuh"
 #include "ptx.cuh"
@@ -24,8 +24,11 @@ constexpr u32 kStageBytes = kTileABytes + kTileBBytes;
 constexpr i32 kTaskSlots = 4;
 constexpr i32 kMathWarps = 8;
 constexpr u32 kStagingBytes = 4096;     // per multiplying warp
-constexpr i32 kHelperRegisters = 56;
-constexpr i32 kMathRegisters = 224;
+// Registers per thread of helping and multiplying warps: 128 helpers + 256 math must not pass 64,512 in sum.
+constexpr i32 kHelperRegisters = 72, kMathRegisters = 216;       // dgrad: two warps keep rows in flight
+constexpr i32 kLoaderRegisters = 40, kMathOnlyRegisters = 232;   // wgrad
+static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subscribed registers hang silently");
+static_assert(128 * kLoaderRegisters + 256 * kMathOnlyRegisters <= 64512, "over-subscribed registers hang silently");
 
 // One tile to make, written by the producer warp for the other warps of its CTA.
 struct alignas(16) TileTask {
@@ -33,7 +36,7 @@ struct alignas(16) TileTask {
   i32 block;      // row block (dgrad) or first row of the tile in dW (wgrad)
   i32 column;     // first column of the tile
   i32 valid;      // rows of the tile that count, 1..128
-  i32 depth;      // k-blocks of 64
+  i32 depth;      // K in k-blocks of 64 (dgrad) or groups of 16 (wgrad)
   i32 batch;      // expert
   i32 flags;
   i32 reserved;
@@ -66,13 +69,11 @@ struct SharedLayout {
   MOK_DEVICE u32 empty(u32 stage) const { return barrier(kStages + stage); }
   MOK_DEVICE u32 task_full(u32 slot) const { return barrier(2 * kStages + slot); }
   MOK_DEVICE u32 task_empty(u32 slot) const { return barrier(2 * kStages + kTaskSlots + slot); }
-  // Per multiplying warpgroup: pieces of a tile handed to its storing warp (4 arrivals).
+  // Per multiplying warpgroup: pieces of a tile handed to the storing warp (4 arrivals).
   MOK_DEVICE u32 piece_full(u32 group, u32 piece) const {
     return barrier(2 * kStages + 2 * kTaskSlots + group * 4 + piece);
   }
-  // wgrad: the storing warp hands the piece's staging buffer back (1 arrival).
-  MOK_DEVICE u32 piece_empty(u32 group, u32 piece) const { return tile_done(group, piece); }
-  // dgrad: the warpgroup is through with the task in a slot of the queue (4 arrivals).
+  // Per multiplying warpgroup: it is through with the task in a slot of the queue (4 arrivals).
   MOK_DEVICE u32 tile_done(u32 group, u32 slot) const {
     return barrier(2 * kStages + 2 * kTaskSlots + 8 + group * 4 + slot);
   }
@@ -81,8 +82,8 @@ struct SharedLayout {
 constexpr u32 kSharedBytes = SharedLayout::kBytes;
 static_assert(kSharedBytes <= 232448, "shared memory of one CTA");
 
-// `last_arrivals`: arrivals on tile_done (4) or piece_empty (1), whichever the kernel uses.
-MOK_DEVICE SharedLayout init_pipeline(const void* shared, u32 last_arrivals) {
+// `queue_readers`: warps that read the task queue.
+MOK_DEVICE SharedLayout init_pipeline(const void* shared, u32 queue_readers) {
   const SharedLayout layout{shared_address(shared)};
   if (threadIdx.x == 0) {
     for (i32 s = 0; s < kStages; ++s) {
@@ -91,11 +92,11 @@ MOK_DEVICE SharedLayout init_pipeline(const void* shared, u32 last_arrivals) {
     }
     for (i32 s = 0; s < kTaskSlots; ++s) {
       mbarrier_init(layout.task_full(s), 1);
-      mbarrier_init(layout.task_empty(s), kMathWarps + 2);
+      mbarrier_init(layout.task_empty(s), queue_readers);
     }
     for (i32 p = 0; p < 8; ++p) {
       mbarrier_init(layout.piece_full(p >> 2, p & 3), 4);
-      mbarrier_init(layout.tile_done(p >> 2, p & 3), last_arrivals);
+      mbarrier_init(layout.tile_done(p >> 2, p & 3), 4);
     }
     fence_mbarrier_init();
   }
@@ -126,7 +127,7 @@ using TaskCursor = RingCursor<kTaskSlots>;
 
 // ---- task queue ----
 
-// Producer lane: hands `task` to the multiplying and storing warps.
+// Producer lane: hands `task` to the other warps.
 MOK_DEVICE void publish_task(const SharedLayout& layout, TaskCursor& cursor, const TileTask& task) {
   mbarrier_wait(layout.task_empty(cursor.index), cursor.parity ^ 1);
   const u32 slot = layout.task(cursor.index);
@@ -217,6 +218,54 @@ MOK_DEVICE void multiply(float (&d)[128], const SharedLayout& layout, StageCurso
     tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), 1);
     wgmma_commit();
     wgmma_wait<1>();
+    release_stage(layout, previous);
+    previous = cursor.index;
+    cursor.advance();
+  }
+  wgmma_wait<0>();
+  release_stage(layout, previous);
+}
+
+// The same for K that ends inside the last k-block: `depth` >= 1 groups of 16. A single k-block is taken whole (its
+// rest holds +0); of a later last one only the groups that hold anything, each as a batch of its own: the compiler
+// would otherwise make every product wait for the one before.
+template <Major kMajorA, Major kMajorB>
+MOK_DEVICE void multiply_groups(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 depth, i32 group,
+                                i32 scale_d) {
+  const i32 blocks = (depth + 3) / 4, tail = (depth - 1) & 3;
+  mbarrier_wait(layout.full(cursor.index), cursor.parity);
+  wgmma_fence();
+  tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), scale_d);
+  wgmma_commit();
+  u32 previous = cursor.index;
+  cursor.advance();
+  for (i32 k = 2; k < blocks; ++k) {
+    mbarrier_wait(layout.full(cursor.index), cursor.parity);
+    wgmma_fence();
+    tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), 1);
+    wgmma_commit();
+    wgmma_wait<1>();
+    release_stage(layout, previous);
+    previous = cursor.index;
+    cursor.advance();
+  }
+  if (blocks > 1) {
+    mbarrier_wait(layout.full(cursor.index), cursor.parity);
+    const u64 a = matrix_descriptor<kMajorA>(layout.tile_a(cursor.index) + group * kBoxBytes);
+    const u64 b = matrix_descriptor<kMajorB>(layout.tile_b(cursor.index));
+    constexpr u64 kStepA = kDescriptorStepK16<kMajorA>, kStepB = kDescriptorStepK16<kMajorB>;
+    wgmma_fence();
+    wgmma_m64n256k16<kMajorA, kMajorB>(d, a, b, 1);
+    wgmma_commit();
+#pragma unroll
+    for (i32 step = 1; step < 4; ++step) {
+      if (tail >= step) {
+        wgmma_fence();
+        wgmma_m64n256k16<kMajorA, kMajorB>(d, a + step * kStepA, b + step * kStepB, 1);
+        wgmma_commit();
+      }
+    }
+    wgmma_wait<0>();
     release_stage(layout, previous);
     previous = cursor.index;
     cursor.advance();

@@ -3,84 +3,130 @@
 //   dy_ring[r] = dy_peer[peer_rank[r]][peer_row[r] div K],  unscaled;  x_ring likewise;  padding rows +0
 //
 // NumPy twin: mok_ref/dispatch.py: dispatch_forward (the same rows, into another buffer).
-// Executed by: warp 3 of every CTA, 16 rows a ticket, rows in ascending order (which alternates over source
-// ranks: consecutive rows of the schedule come from scattered tokens). Padding rows are written up to the next
-// multiple of 64: that is how far the weight gradients read.
-// Reads: peer memory, complete since the barrier before this kernel. Writes: rings; then a release add on
-// dy_ready or x_ready of the row block, one for each piece.
+// Executed by: warps 2 and 3 of every CTA, two rows a ticket, rows in ascending order (which alternates over
+// source ranks: consecutive rows of the schedule come from scattered tokens). Padding rows are written up to the
+// next multiple of 64: that is how far the weight gradients read.
+// Reads: peer memory, complete since the barrier before this kernel. Writes: rings; then a release add of the
+// number of rows on dy_ready or x_ready of the row block.
 #pragma once
 #include "backward_schedule.cuh"
 #include "schedule.cuh"
 
 namespace mok {
 
-constexpr i32 kPieceRows = 16;
+constexpr i32 kPieceRows = 2;
+constexpr i32 kPieces = kRowTile / kPieceRows;
 constexpr i32 kPullLoads = 8;  // 16-byte loads in flight per lane
 
-// Pieces of a row block that are pulled, of 8.
-MOK_DEVICE i32 pulled_pieces(i32 valid) { return valid > 64 ? 8 : 4; }
+// Rows of a row block that are pulled.
+MOK_DEVICE i32 pulled_rows(i32 valid) { return valid > 64 ? 128 : 64; }
 
-// One row by one warp; `source` null: zeros.
-MOK_DEVICE void pull_row(u16* target, const u16* source, i32 columns) {
+// A ticket, looked up: where its rows come from and go to. The same in all lanes.
+struct PullPiece {
+  const u16* source[kPieceRows];  // null: padding
+  u16* target;
+  u32* ready;                     // counter of the row block; null: nothing to pull
+};
+
+struct PullPlan {
+  i32 blocks;        // row blocks of the macrobatch
+  bool with_x;       // x rows too: the ring does not hold them
+  bool interleave;   // x rows block by block, because gate and up are made again from them
+
+  MOK_DEVICE u32 tickets() const { return blocks * kPieces * (with_x ? 2 : 1); }
+};
+
+MOK_DEVICE PullPlan pull_plan(const LayerParams& layer, const DgradParams& params) {
+  const DgradWalk walk = routed_walk(layer, params);
+  return PullPlan{walk.blocks, params.x_in_ring == 0, walk.saved_blocks < walk.blocks};
+}
+
+// dy first; x rows follow at the end when only the weight gradients want them.
+MOK_DEVICE PullPiece pull_piece(const LayerParams& layer, const DgradParams& params, const PullPlan& plan, u32 ticket) {
+  const bool interleave = plan.with_x && plan.interleave;
+  const u32 group = ticket / kPieces;  // all pieces of one row block of dy or of x
+  const bool dy = interleave ? group % 2 == 0 : static_cast<i32>(group) < plan.blocks;
+  const i32 block = interleave ? group / 2 : (dy ? group : group - plan.blocks);
+  const i32 ring_row = block * kRowTile + ticket % kPieces * kPieceRows;
+  const i32 first_block = params.macro_index * params.macro_blocks;
+  const i64 row = static_cast<i64>(first_block) * kRowTile + ring_row, H = layer.hidden_size;
+  const DgradCounters counters{params.counters, params.macro_blocks};
+  PullPiece piece;
+  piece.target = (dy ? params.dy_ring : params.x_ring) + ring_row * H;
+  piece.ready = dy ? counters.dy_ready(block) : counters.x_ready(block);
+  if (ring_row % kRowTile >= pulled_rows(__ldg(layer.row_block_valid + first_block + block))) piece.ready = nullptr;
+#pragma unroll
+  for (i32 i = 0; i < kPieceRows; ++i) {
+    const i32 peer = __ldg(layer.peer_rank + row + i);
+    const i64 token = __ldg(layer.peer_row + row + i) / layer.top_k;
+    piece.source[i] = peer < 0 ? nullptr : peer_buffer<const u16>(layer, dy ? kDy : kX, peer) + token * H;
+  }
+  return piece;
+}
+
+// Releases a piece: its stores have had the next piece's time to land.
+MOK_DEVICE void signal_piece(u32* ready) {
+  if (ready == nullptr) return;
+  fence_proxy_async_global();
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) red_release_gpu(ready, kPieceRows);
+}
+
+// Copies a piece; while its first loads are under way, the piece before is signalled.
+MOK_DEVICE void copy_piece(const PullPiece& piece, i32 columns, u32* unsignalled) {
   const i32 vectors = columns / 8, lane = threadIdx.x % kWarpSize;
-  for (i32 first = lane; first < vectors; first += kPullLoads * kWarpSize) {
+  for (i32 first = lane; first < kPieceRows * vectors + lane; first += kPullLoads * kWarpSize) {
     uint4 value[kPullLoads];
 #pragma unroll
     for (i32 i = 0; i < kPullLoads; ++i) {
       const i32 at = first + i * kWarpSize;
+      const bool second = at >= vectors;
+      const u16* source = second ? piece.source[1] : piece.source[0];
       value[i] = make_uint4(0, 0, 0, 0);
-      if (at < vectors && source != nullptr) value[i] = ld_global_nc_v4(source + 8 * at);
+      if (at < kPieceRows * vectors && source != nullptr) {
+        value[i] = ld_global_nc_v4(source + 8 * (second ? at - vectors : at));
+      }
     }
+    if (first == lane) signal_piece(unsignalled);
 #pragma unroll
     for (i32 i = 0; i < kPullLoads; ++i) {
       const i32 at = first + i * kWarpSize;
-      if (at < vectors) st_global_v4(target + 8 * at, value[i].x, value[i].y, value[i].z, value[i].w);
+      if (at < kPieceRows * vectors) {
+        st_global_v4(piece.target + 8 * at, value[i].x, value[i].y, value[i].z, value[i].w);
+      }
     }
   }
 }
 
-// 16 rows of a row block, then their signal.
-MOK_DEVICE void pull_piece(const LayerParams& layer, const DgradParams& params, SymmetricBuffer buffer, i32 block,
-                           i32 piece) {
-  const i32 ring_row = block * kRowTile + piece * kPieceRows;
-  const i64 row = static_cast<i64>(params.macro_index) * params.macro_blocks * kRowTile + ring_row;
-  const i64 H = layer.hidden_size;
-  u16* ring = buffer == kDy ? params.dy_ring : params.x_ring;
-  const i32 lane = threadIdx.x % kWarpSize;
-  const i32 my_rank = lane < kPieceRows ? layer.peer_rank[row + lane] : -1;
-  const i32 my_token = my_rank < 0 ? 0 : layer.peer_row[row + lane] / layer.top_k;
-  for (i32 r = 0; r < kPieceRows; ++r) {
-    const i32 peer = __shfl_sync(kFullWarp, my_rank, r), token = __shfl_sync(kFullWarp, my_token, r);
-    const u16* source = peer < 0 ? nullptr : peer_buffer<const u16>(layer, buffer, peer) + token * H;
-    pull_row(ring + (ring_row + r) * H, source, layer.hidden_size);
-  }
-  fence_proxy_async_global();
-  __syncwarp();
-  const DgradCounters counters{params.counters, params.macro_blocks};
-  if (lane == 0) red_release_gpu(buffer == kDy ? counters.dy_ready(block) : counters.x_ready(block), 1);
-}
-
-// dy first; x rows follow at the end when only the weight gradients want them, block by block when gate and up
-// are made again.
+// All lanes of one pulling warp, to the end of the rows. Tickets are drawn two pieces ahead and looked up one
+// ahead, so that only the rows themselves are waited for.
 MOK_DEVICE void pull_rows(const LayerParams& layer, const DgradParams& params) {
-  const DgradWalk walk = routed_walk(layer, params);
-  const bool interleave = walk.saved_blocks < walk.blocks && !params.x_in_ring;
-  const u32 pieces = walk.blocks * 8;
-  const u32 tickets = params.x_in_ring ? pieces : 2 * pieces;
+  const PullPlan plan = pull_plan(layer, params);
   const DgradCounters counters{params.counters, params.macro_blocks};
-  const i32 first_block = params.macro_index * params.macro_blocks;
+  const u32 tickets = plan.tickets();
+  auto draw = [&] {
+    const u32 ticket = threadIdx.x % kWarpSize == 0 ? draw_ticket(counters.pull_ticket()) : 0;
+    return __shfl_sync(kFullWarp, ticket, 0);
+  };
+  u32 ticket = draw();
+  if (ticket >= tickets) return;
+  PullPiece piece = pull_piece(layer, params, plan, ticket);
+  u32 next_ticket = draw();
+  u32* unsignalled = nullptr;  // counter of the piece copied last
   while (true) {
-    u32 ticket = 0;
-    if (threadIdx.x % kWarpSize == 0) ticket = draw_ticket(counters.pull_ticket());
-    ticket = __shfl_sync(kFullWarp, ticket, 0);
-    if (ticket >= tickets || aborted(layer.abort_flag)) return;
-    const bool dy = interleave ? ticket / 8 % 2 == 0 : ticket < pieces;
-    const i32 block = interleave ? ticket / 16 : (dy ? ticket : ticket - pieces) / 8;
-    const i32 piece = ticket % 8;
-    if (piece < pulled_pieces(layer.row_block_valid[first_block + block])) {
-      pull_piece(layer, params, dy ? kDy : kX, block, piece);
+    PullPiece next = piece;
+    const bool more = next_ticket < tickets && !aborted(layer.abort_flag);
+    const u32 after_next = more ? draw() : next_ticket;
+    if (more) next = pull_piece(layer, params, plan, next_ticket);
+    if (piece.ready != nullptr) {
+      copy_piece(piece, layer.hidden_size, unsignalled);
+      unsignalled = piece.ready;
     }
+    if (!more) break;
+    piece = next;
+    next_ticket = after_next;
   }
+  signal_piece(unsignalled);
 }
 
 }  // namespace mok

@@ -34,8 +34,8 @@ struct DgradContext {
   }
 };
 
-// Warpgroups that have rows in a tile: each signals its half of a row block on its own.
-MOK_DEVICE u32 halves(i32 valid) { return valid > 64 ? 2 : 1; }
+// Multiplying warpgroups that have rows in a tile.
+MOK_DEVICE i32 groups_of(i32 valid) { return valid > 64 ? 2 : 1; }
 
 // ---- producer: warp 0, one lane ----
 
@@ -87,10 +87,10 @@ MOK_DEVICE void load_dgrad_tile(const DgradContext& c, const TileTask& task, Sta
   const DgradCounters counters = c.counters();
   const WaitContext wait = wait_context(c.layer);
   const i32 row = task.block * kRowTile, I = c.intermediate_size(shared);
-  const u32 hidden_tiles = ceil_div(I, kTileColumns) * halves(task.valid);
+  const u32 hidden_tiles = ceil_div(I, kTileColumns);
   if (task.kind == kTaskGateUp) {
     if (!shared && !c.params.x_in_ring) {
-      wait_gpu(counters.x_ready(task.block), pulled_pieces(task.valid), wait, kPhaseRowsReady, task.block);
+      wait_gpu(counters.x_ready(task.block), pulled_rows(task.valid), wait, kPhaseRowsReady, task.block);
       fence_proxy_async_global();
     }
     const i32 columns = ceil_div(I, kTileColumns) * kTileColumns;
@@ -99,7 +99,7 @@ MOK_DEVICE void load_dgrad_tile(const DgradContext& c, const TileTask& task, Sta
     load_product<Major::kK, Major::kK>(c.layout, stage, Operand{&maps.x, 0, row, 0}, weight, task.depth);
   } else if (task.kind == kTaskHidden) {
     if (!shared) {
-      wait_gpu(counters.dy_ready(task.block), pulled_pieces(task.valid), wait, kPhaseRowsReady, task.block);
+      wait_gpu(counters.dy_ready(task.block), pulled_rows(task.valid), wait, kPhaseRowsReady, task.block);
       fence_proxy_async_global();
     }
     load_product<Major::kK, Major::kMN>(c.layout, stage, Operand{&maps.dy, 0, row, 0},
@@ -136,27 +136,31 @@ MOK_DEVICE void produce_dgrad(const DgradContext& c) {
   }
 }
 
-// ---- storing warps: 1 and 2, one per multiplying warpgroup ----
+// ---- storing warp: 1 ----
 
-// d_gate, d_up and hw of four stages to global memory; gives each stage back.
-MOK_DEVICE void store_hidden(const DgradContext& c, const TileTask& task, StageCursor& stage, u32& piece, i32 group) {
+// d_gate, d_up and hw of four stages to global memory; gives each stage back on behalf of the warpgroups that have
+// rows. `turns`: bit g is the parity of warpgroup g's pieces, which completes once per hidden tile it works on.
+MOK_DEVICE void store_hidden(const DgradContext& c, const TileTask& task, StageCursor& stage, u32& turns) {
   const DgradOperands& maps = c.operands(task.flags & kSharedTile);
-  const i32 lane = threadIdx.x % kWarpSize, row = task.block * kRowTile + group * 64;
-  for (i32 chunk = 0; chunk < 4; ++chunk, ++piece) {
-    mbarrier_wait(c.layout.piece_full(group, piece & 3), (piece >> 2) & 1);
-    if (lane == 0) {
-      const u32 tile = c.layout.tile_a(stage.index) + group * kBoxBytes;
-      const i32 column = task.column + chunk * kDepthBlock;
-      tma_store_3d(&maps.d_gate, tile, column, row, 0);
-      tma_store_3d(&maps.d_up, tile + kHalfStage, column, row, 0);
-      tma_store_3d(&maps.hw, tile + 2 * kHalfStage, column, row, 0);
-      bulk_commit_group();
-      bulk_wait_group_read<0>();
+  const i32 lane = threadIdx.x % kWarpSize, groups = groups_of(task.valid);
+  for (i32 chunk = 0; chunk < 4; ++chunk) {
+    for (i32 group = 0; group < groups; ++group) {
+      mbarrier_wait(c.layout.piece_full(group, chunk), turns >> group & 1);
+      if (lane == 0) {
+        const u32 tile = c.layout.tile_a(stage.index) + group * kBoxBytes;
+        const i32 column = task.column + chunk * kDepthBlock, row = task.block * kRowTile + group * 64;
+        tma_store_3d(&maps.d_gate, tile, column, row, 0);
+        tma_store_3d(&maps.d_up, tile + kHalfStage, column, row, 0);
+        tma_store_3d(&maps.hw, tile + 2 * kHalfStage, column, row, 0);
+        bulk_commit_group();
+      }
     }
+    if (lane == 0) bulk_wait_group_read<0>();
     __syncwarp();
-    if (lane < 4) mbarrier_arrive(c.layout.empty(stage.index));
+    if (lane < 4 * groups) mbarrier_arrive(c.layout.empty(stage.index));
     stage.advance();
   }
+  turns ^= groups == 2 ? 3 : 1;
   if (lane == 0) {
     bulk_wait_group<0>();
     fence_proxy_async_global();
@@ -164,35 +168,38 @@ MOK_DEVICE void store_hidden(const DgradContext& c, const TileTask& task, StageC
   }
 }
 
-MOK_DEVICE void store_dgrad(const DgradContext& c, i32 group) {
+// gate or up of a tile is in global memory once all multiplying warps are through with it.
+MOK_DEVICE void signal_again(const DgradContext& c, const TileTask& task, const TaskCursor& queue) {
+  for (i32 group = 0; group < 2; ++group) mbarrier_wait(c.layout.tile_done(group, queue.index), queue.parity);
+  if (threadIdx.x % kWarpSize == 0) {
+    fence_proxy_async_global();
+    red_release_gpu(c.again_ready(task.flags & kSharedTile, task.block), 1);
+  }
+}
+
+MOK_DEVICE void finish_d_weights(const DgradContext& c, const TileTask& task) {
+  if (threadIdx.x % kWarpSize == 0) {
+    const u32 needed = ceil_div(c.layer.intermediate_size, kTileColumns);
+    wait_gpu(c.hidden_ready(false, task.block), needed, wait_context(c.layer), kPhaseDgradReady, task.block);
+  }
+  __syncwarp();
+  push_d_weights(c.layer, c.params, task.block, task.valid);
+}
+
+MOK_DEVICE void store_dgrad(const DgradContext& c) {
   StageCursor stage;
   TaskCursor queue;
-  u32 piece = 0;
-  const i32 lane = threadIdx.x % kWarpSize;
+  u32 turns = 0;
   while (true) {
     const TileTask task = read_task(c.layout, queue);
     if (task.kind == kTaskEnd) return;
-    const bool shared = task.flags & kSharedTile, rows_here = task.valid > 64 * group;
     stage.skip(task.depth);
     if (task.kind == kTaskHidden) {
-      if (rows_here) {
-        store_hidden(c, task, stage, piece, group);
-      } else {
-        stage.skip(4);
-      }
-    } else if (task.kind == kTaskGateUp && rows_here) {
-      mbarrier_wait(c.layout.tile_done(group, queue.index), queue.parity);
-      if (lane == 0) {
-        fence_proxy_async_global();
-        red_release_gpu(c.again_ready(shared, task.block), 1);
-      }
-    } else if (task.kind == kTaskInput && !shared && task.column == 0 && rows_here) {
-      if (lane == 0) {
-        const u32 needed = ceil_div(c.layer.intermediate_size, kTileColumns) * halves(task.valid);
-        wait_gpu(c.hidden_ready(false, task.block), needed, wait_context(c.layer), kPhaseDgradReady, task.block);
-      }
-      __syncwarp();
-      push_d_weights(c.layer, c.params, task.block, task.valid, group);
+      store_hidden(c, task, stage, turns);
+    } else if (task.kind == kTaskGateUp) {
+      signal_again(c, task, queue);
+    } else if (task.column == 0 && !(task.flags & kSharedTile)) {
+      finish_d_weights(c, task);
     }
     release_task(c.layout, queue);
   }
@@ -221,13 +228,13 @@ MOK_DEVICE HiddenRows hidden_rows(const DgradContext& c, const TileTask& task, i
 
 template <bool kClamp>
 MOK_DEVICE void finish_hidden(float (&d)[128], const DgradContext& c, const TileTask& task, StageCursor& stage,
-                              u32& piece, i32 group, const SwigluLimit& clamp) {
+                              i32 group, const SwigluLimit& clamp) {
   const i32 lane = threadIdx.x % kWarpSize, row = first_row_of_warp() + lane / 4;
   const i32 I = c.intermediate_size(task.flags & kSharedTile);
   if (task.valid < group * 64 + 64 || task.column + kTileColumns > I) {
     mask_tile(d, row, task.valid, task.column + 2 * (lane % 4), I);
   }
-  hidden_epilogue<kClamp>(d, c.layout, stage, piece, group, hidden_rows(c, task, row), clamp);
+  hidden_epilogue<kClamp>(d, c.layout, stage, group, hidden_rows(c, task, row), clamp);
 }
 
 MOK_DEVICE TargetRows target_rows(const DgradContext& c, const TileTask& task, i32 hidden_columns) {
@@ -247,7 +254,6 @@ template <bool kClamp>
 MOK_DEVICE void multiply_dgrad(const DgradContext& c, i32 group) {
   StageCursor stage;
   TaskCursor queue;
-  u32 piece = 0;
   const float limit = c.layer.swiglu_limit;
   const SwigluLimit clamp{limit, kClamp ? sigmoid(limit) : 0.0f};
   const u32 staging = c.layout.staging(threadIdx.x / kWarpSize - 4);
@@ -266,7 +272,7 @@ MOK_DEVICE void multiply_dgrad(const DgradContext& c, i32 group) {
         multiply<Major::kK, Major::kMN>(d, c.layout, stage, task.depth, group, 0);
       }
       if (task.kind == kTaskHidden) {
-        finish_hidden<kClamp>(d, c, task, stage, piece, group, clamp);
+        finish_hidden<kClamp>(d, c, task, stage, group, clamp);
       } else {
         const i32 I = c.intermediate_size(task.flags & kSharedTile);
         const i32 hidden_columns = ceil_div(I, kTileColumns) * kTileColumns;

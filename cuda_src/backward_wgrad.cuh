@@ -8,11 +8,11 @@
 // macrobatch. A chain whose expert goes on in the next macrobatch is stored as float32 (in dW itself when that is
 // float32, else in a buffer for straddling chains) and continued there: the bits are those of an unbroken chain.
 // An expert without rows: +0 everywhere, or left alone when gradients accumulate.
-// Rows behind the last route are +0 in both operands up to a multiple of 64, which is how far K runs.
+// K runs in groups of 16 to the last route; rows behind it are +0 in both operands.
 // Reads: rings written by the dgrad kernel before it in the stream. Writes: dW. Synchronisation: tickets only.
 #pragma once
+#include "backward_dx.cuh"
 #include "backward_schedule.cuh"
-#include "numerics.cuh"
 
 namespace mok {
 
@@ -113,7 +113,8 @@ MOK_DEVICE i32 chain_flags(const WgradParams& params, const ExpertRows& rows, i3
 MOK_DEVICE void load_wgrad_tile(const WgradContext& c, const TileTask& task, i32 ring_row, StageCursor& stage) {
   const i32 product = product_of(task.flags);
   load_product<Major::kMN, Major::kMN>(c.layout, stage, Operand{&c.maps.rows_out[product], task.block, ring_row, 0},
-                                       Operand{&c.maps.rows_in[product], task.column, ring_row, 0}, task.depth);
+                                       Operand{&c.maps.rows_in[product], task.column, ring_row, 0},
+                                       ceil_div(task.depth, kDepthBlock / kChainStep));
 }
 
 MOK_DEVICE TileTask weight_task(const WgradParams& params, const WgradTile& tile, i32 expert, i32 num_rows, i32 flags) {
@@ -121,7 +122,7 @@ MOK_DEVICE TileTask weight_task(const WgradParams& params, const WgradTile& tile
                   tile.row,
                   tile.column,
                   min(kTileRows, params.rows[tile.product] - tile.row),
-                  ceil_div(num_rows, kDepthBlock),
+                  ceil_div(num_rows, kChainStep),
                   expert,
                   flags,
                   0};
@@ -201,64 +202,51 @@ MOK_DEVICE void begin_chain(float (&d)[128], const WgradContext& c, const TileTa
   }
 }
 
-// Staging buffer of a piece: 64 rows of 128 bytes, swizzled as TMA expects; two per warpgroup.
-MOK_DEVICE u32 piece_buffer(const SharedLayout& layout, i32 group, u32 piece) {
-  return layout.staging(group * 4 + (piece & 1) * 2);
-}
+// Where the finished rows go; null for rows behind M.
+template <typename T>
+struct GradientRows {
+  T* row[4];
+};
 
-MOK_DEVICE void hand_over_piece(const SharedLayout& layout, i32 group, u32& piece) {
-  fence_proxy_async_shared();
-  __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(layout.piece_full(group, piece & 1));
-  ++piece;
-}
-
-// 8 pieces of 32 float32 columns.
-MOK_DEVICE void stage_float32(const float (&d)[128], const SharedLayout& layout, i32 group, u32& piece) {
-  const i32 lane = threadIdx.x % kWarpSize, q = lane % 4, r8 = lane / 4;
-  const i32 row = threadIdx.x / kWarpSize % 4 * 16 + r8;
+template <typename T>
+MOK_DEVICE GradientRows<T> gradient_rows(void* base, i64 index, const WgradParams& params, i32 product, i32 tile_row) {
+  GradientRows<T> target;
+  const i32 rows = params.rows[product], columns = params.columns[product];
+  T* matrix = static_cast<T*>(base) + index * rows * columns;
 #pragma unroll
-  for (i32 chunk = 0; chunk < 8; ++chunk) {
-    mbarrier_wait(layout.piece_empty(group, piece & 1), ((piece >> 1) & 1) ^ 1);
-    const u32 base = piece_buffer(layout, group, piece) + row * 128;
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) {
-      const u32 at = base + (((2 * i + q / 2) ^ r8) << 4) + (q & 1) * 8;
-      const i32 o = chunk * 16 + i * 4;
-      st_shared_v2_f32(at, d[o], d[o + 1]);
-      st_shared_v2_f32(at + 8 * 128, d[o + 2], d[o + 3]);
-    }
-    hand_over_piece(layout, group, piece);
+  for (i32 j = 0; j < 4; ++j) {
+    const i32 row = tile_row + first_row_of_warp() + 4 * j + threadIdx.x % kWarpSize / 8;
+    target.row[j] = row < rows ? matrix + static_cast<i64>(row) * columns : nullptr;
   }
+  return target;
 }
 
-// 4 pieces of 64 bf16 columns: the one rounding at the end of a chain.
-MOK_DEVICE void stage_bf16(const float (&d)[128], const SharedLayout& layout, i32 group, u32& piece) {
-  const i32 lane = threadIdx.x % kWarpSize, row = threadIdx.x / kWarpSize % 4 * 16 + lane % 16;
-#pragma unroll
-  for (i32 chunk = 0; chunk < 4; ++chunk) {
-    mbarrier_wait(layout.piece_empty(group, piece & 1), ((piece >> 1) & 1) ^ 1);
-    const u32 base = piece_buffer(layout, group, piece) + row * 128;
-#pragma unroll
-    for (i32 u = 0; u < 8; u += 2) {
-      const i32 o = chunk * 32 + u * 4;
-      stmatrix_x4(base + (((u + lane / 16) ^ (row & 7)) << 4), pack_bf16x2(d[o], d[o + 1]),
-                  pack_bf16x2(d[o + 2], d[o + 3]), pack_bf16x2(d[o + 4], d[o + 5]), pack_bf16x2(d[o + 6], d[o + 7]));
-    }
-    hand_over_piece(layout, group, piece);
+// bf16: the one rounding at the end of a chain. float32: dW itself, or the buffer of chains that go on.
+MOK_DEVICE void end_chain(const float (&d)[128], const WgradContext& c, const TileTask& task) {
+  const i32 product = product_of(task.flags), columns = c.params.columns[product];
+  const u32 staging = c.layout.staging(threadIdx.x / kWarpSize - 4);
+  if (end_of(task.flags) == kEndBf16) {
+    const auto target = gradient_rows<u16>(c.params.gradient[product], task.batch, c.params, product, task.block);
+    store_rows(d, staging, TargetRows{{target.row[0], target.row[1], target.row[2], target.row[3]}}, task.column,
+               columns);
+  } else {
+    const bool goes_on = end_of(task.flags) == kEndStraddling;
+    void* base = goes_on ? c.params.straddling[product] : c.params.gradient[product];
+    const i32 index = goes_on ? end_slot_of(task.flags) : task.batch;
+    const auto target = gradient_rows<float>(base, index, c.params, product, task.block);
+    store_rows_float32(d, staging, target.row, task.column, columns);
   }
 }
 
 MOK_DEVICE void multiply_wgrad(const WgradContext& c, i32 group) {
   StageCursor stage;
   TaskCursor queue;
-  u32 piece = 0;
   while (true) {
     const TileTask task = read_task(c.layout, queue);
     if (task.kind == kTaskEnd) return;
     release_task(c.layout, queue);
     if (task.valid <= 64 * group) {
-      skip_stages(c.layout, stage, task.depth);
+      skip_stages(c.layout, stage, ceil_div(task.depth, kDepthBlock / kChainStep));
       continue;
     }
     float d[128];
@@ -269,40 +257,9 @@ MOK_DEVICE void multiply_wgrad(const WgradContext& c, i32 group) {
 #pragma unroll
       for (i32 i = 0; i < 128; ++i) d[i] = 0.0f;
     }
-    if (task.depth > 0) multiply<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed);
-    if (end_of(task.flags) == kEndBf16) {
-      stage_bf16(d, c.layout, group, piece);
-    } else {
-      stage_float32(d, c.layout, group, piece);
-    }
+    if (task.depth > 0) multiply_groups<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed);
+    end_chain(d, c, task);
   }
-}
-
-// ---- storing warps: one lane each ----
-
-MOK_DEVICE void store_wgrad(const WgradContext& c, i32 group) {
-  TaskCursor queue;
-  u32 piece = 0;
-  while (true) {
-    const TileTask task = read_task(c.layout, queue);
-    release_task(c.layout, queue);
-    if (task.kind == kTaskEnd) break;
-    if (task.valid <= 64 * group || threadIdx.x % kWarpSize != 0) continue;
-    const i32 product = product_of(task.flags), end = end_of(task.flags);
-    const TensorMap* map = end == kEndFloat32 ? &c.maps.gradient32[product]
-                           : end == kEndBf16  ? &c.maps.gradient16[product]
-                                              : &c.maps.straddling[product];
-    const i32 batch = end == kEndStraddling ? end_slot_of(task.flags) : task.batch;
-    const i32 pieces = end == kEndBf16 ? 4 : 8, width = kTileColumns / pieces;
-    for (i32 p = 0; p < pieces; ++p, ++piece) {
-      mbarrier_wait(c.layout.piece_full(group, piece & 1), (piece >> 1) & 1);
-      tma_store_3d(map, piece_buffer(c.layout, group, piece), task.column + p * width, task.block + group * 64, batch);
-      bulk_commit_group();
-      bulk_wait_group_read<0>();
-      mbarrier_arrive(c.layout.piece_empty(group, piece & 1));
-    }
-  }
-  if (threadIdx.x % kWarpSize == 0) bulk_wait_group<0>();
 }
 
 }  // namespace mok

@@ -57,7 +57,7 @@ MOK_DEVICE i32 wait_ring_slot(const LayerParams& params, const ForwardCounters& 
   const i32 previous = minis.previous_user(row_block / minis.mini_blocks);
   if (previous >= minis.num_minis) return unsignalled;
   signal_rows(counters, unsignalled, lane);
-  const u32 tiles = minis.blocks_in(previous) * ceil_div(params.hidden_size, kTileN);
+  const u32 tiles = minis.blocks_in(previous) * ceil_div(params.hidden_size, kTileN) * kEpilogueWarps;
   if (lane == 0) {
     wait_gpu(counters.rows_done + previous, tiles, wait_context(params), kPhaseRingFree, previous);
   }

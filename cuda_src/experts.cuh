@@ -6,9 +6,10 @@
 //   shared expert  the same two tiles over this rank's own tokens, results to shared_h, shared_y
 //
 // NumPy twin     mok_ref/experts.py: experts_forward
-// Executed by    producer lane (operands), two math warpgroups (64 rows of the tile each), signal lane
-// Before         rows_ready / hidden_ready of the tile's row block, acquired by the producer lane
-// After          hidden_ready, rows_done, released by the signal lane once all math warps have stored
+// Executed by    loader lane (which tile, are its rows there, operands), two math warpgroups (64 rows of the tile
+//                each), epilogue warps (SwiGLU, stores, push)
+// Before         rows_ready / hidden_ready of the tile's row block, acquired by the loader lane
+// After          hidden_ready, rows_done, released by every epilogue warp after its stores
 #pragma once
 #include "swiglu.cuh"
 #include "tensor_core.cuh"
@@ -18,105 +19,154 @@ namespace mok {
 
 // Tensor maps of one rank, by value. Python twin: mok_ref/gpu/hopper.py: FORWARD_MAPS
 struct ForwardMaps {
-  TensorMap x_ring, h_ring;                            // rows of 64 K-elements, boxes of 64 rows
-  TensorMap w_gate, w_up, w_down;                      // 5-D, boxes of 128 weight rows
+  TensorMap x_ring, h_ring;                            // boxes of 64 rows, 64 along K
+  TensorMap w_gate, w_up, w_down;                      // boxes of 128 weight rows, 64 along K
   TensorMap x, shared_h;
   TensorMap shared_w_gate, shared_w_up, shared_w_down;
 };
 
+MOK_DEVICE bool is_gate_up(const Tile& tile) { return tile.kind == kGateUp || tile.kind == kSharedGateUp; }
+MOK_DEVICE bool is_routed(const Tile& tile) { return tile.kind == kGateUp || tile.kind == kDown; }
+
+// ---------------------------------------------------------------- loader lane
+
+// The counter that says whether operand A of a tile is complete; null: nothing to wait for.
+struct RowsAwaited {
+  const u32* counter;
+  u32 expected;
+  u32 phase;
+};
+
+MOK_DEVICE RowsAwaited rows_awaited(const Tile& tile, const LayerParams& params, const ForwardCounters& counters) {
+  if (tile.kind == kStop || tile.kind == kSharedGateUp || tile.valid_rows == 0) return {nullptr, 0, 0};
+  if (tile.kind == kGateUp) return {counters.rows_ready + tile.row_block, kTileM, kPhaseRowsReady};
+  const i32 width = is_routed(tile) ? params.intermediate_size : params.shared_intermediate_size;
+  const u32* ready = is_routed(tile) ? counters.hidden_ready : counters.shared_hidden_ready;
+  return {ready + tile.row_block, static_cast<u32>(ceil_div(width, kHiddenTile) * kEpilogueWarps),
+          kPhaseHiddenReady};
+}
+
 // Which matrices a tile multiplies and where its operand rows start.
 struct TileOperands {
   const TensorMap* a;
-  const TensorMap* b[2];   // first and second 128 weight rows
-  i32 a_row;
-  i32 b_row[2];
-  bool permuted;
+  const TensorMap* b_low;   // first 128 weight rows
+  const TensorMap* b_high;  // second 128
+  i32 a_row, b_low_row, b_high_row;
 };
 
 MOK_DEVICE TileOperands tile_operands(const Tile& tile, const LayerParams& params, const ForwardMaps& maps) {
-  const i32 hidden = params.hidden_size, width = params.intermediate_size;
+  const bool routed = is_routed(tile);
   TileOperands o;
   o.a_row = tile.first_row;
-  if (tile.kind == kGateUp || tile.kind == kSharedGateUp) {
-    const bool routed = tile.kind == kGateUp;
+  if (is_gate_up(tile)) {
     o.a = routed ? &maps.x_ring : &maps.x;
-    o.b[0] = routed ? &maps.w_gate : &maps.shared_w_gate;
-    o.b[1] = routed ? &maps.w_up : &maps.shared_w_up;
-    o.b_row[0] = o.b_row[1] = tile.expert * width + tile.column * kHiddenTile;
-    o.permuted = is_permuted(routed ? width : params.shared_intermediate_size);
+    o.b_low = routed ? &maps.w_gate : &maps.shared_w_gate;
+    o.b_high = routed ? &maps.w_up : &maps.shared_w_up;
+    o.b_low_row = o.b_high_row = tile.expert * params.intermediate_size + tile.column * kHiddenTile;
   } else {
-    const bool routed = tile.kind == kDown;
     o.a = routed ? &maps.h_ring : &maps.shared_h;
-    o.b[0] = o.b[1] = routed ? &maps.w_down : &maps.shared_w_down;
-    o.b_row[0] = tile.expert * hidden + tile.column * kTileN;
-    o.b_row[1] = o.b_row[0] + kTileN / 2;
-    o.permuted = is_permuted(hidden);
+    o.b_low = o.b_high = routed ? &maps.w_down : &maps.shared_w_down;
+    o.b_low_row = tile.expert * params.hidden_size + tile.column * kTileN;
+    o.b_high_row = o.b_low_row + kTileN / 2;
   }
   return o;
 }
 
-// ---------------------------------------------------------------- producer lane
-
-// Waits for the rows that operand A of the tile reads.
-MOK_DEVICE void wait_operand_rows(const Tile& tile, const LayerParams& params, const ForwardCounters& counters) {
-  if (tile.valid_rows == 0 || tile.kind == kSharedGateUp) return;
-  const WaitContext wait = wait_context(params);
-  const i32 block = tile.row_block;
-  if (tile.kind == kGateUp) {
-    wait_gpu(counters.rows_ready + block, kTileM, wait, kPhaseRowsReady, block);
+// One weight tile; in a cluster that shares it each CTA fetches a half for both.
+MOK_DEVICE void load_weights(const TileOperands& o, u32 dst, i32 k, u32 full, bool shares, i32 cluster_rank) {
+  constexpr u32 kHalf = kOperandBBytes / 2;
+  if (kClusterSize == 2 && shares) {
+    const TensorMap* map = cluster_rank == 0 ? o.b_low : o.b_high;
+    const i32 row = cluster_rank == 0 ? o.b_low_row : o.b_high_row;
+    tma_load_2d_cluster(dst + cluster_rank * kHalf, map, k, row, full, (1 << kClusterSize) - 1);
   } else {
-    const bool routed = tile.kind == kDown;
-    const i32 width = routed ? params.intermediate_size : params.shared_intermediate_size;
-    const u32* ready = routed ? counters.hidden_ready : counters.shared_hidden_ready;
-    wait_gpu(ready + block, ceil_div(width, kHiddenTile), wait, kPhaseHiddenReady, block);
-  }
-  fence_proxy_async_global();
-}
-
-// One 128-row half of the weight tile. The permuting map counts rows in groups of 32.
-MOK_DEVICE void load_weight_half(u32 dst, const TileOperands& o, bool second, i32 k, u32 full, bool multicast) {
-  const TensorMap* map = second ? o.b[1] : o.b[0];
-  const i32 row = second ? o.b_row[1] : o.b_row[0];
-  const i32 c1 = o.permuted ? 0 : row, c4 = o.permuted ? row / 32 : 0;
-  if (multicast) {
-    tma_load_5d_cluster(dst, map, k, c1, 0, 0, c4, full, (1 << kClusterSize) - 1);
-  } else {
-    tma_load_5d(dst, map, k, c1, 0, 0, c4, full);
+    tma_load_2d(dst, o.b_low, k, o.b_low_row, full);
+    tma_load_2d(dst + kHalf, o.b_high, k, o.b_high_row, full);
   }
 }
 
-// All k-blocks of a tile into the ring. Rows beyond the first 64 are loaded only if they are used.
-MOK_DEVICE void load_operands(const Tile& tile, const TileOperands& o, OperandRing& ring, i32 cluster_rank) {
+// One k-block of a tile into the ring. Rows beyond the first 64 are loaded only if they are used.
+MOK_DEVICE void load_k_block(const Tile& tile, const TileOperands& o, i32 k, OperandRing& ring, i32 cluster_rank) {
   const bool upper = tile.valid_rows > 64, any = tile.valid_rows > 0;
-  const u32 bytes = any ? kOperandBBytes + (upper ? 2 : 1) * kHalfTileBytes : 0;
-  for (i32 block = 0; block < tile.k_blocks; ++block, ring.advance()) {
-    const i32 k = block * kTileK;
-    const u32 full = ring.full();
-    mbarrier_wait(ring.empty(), ring.phase);
-    mbarrier_arrive_expect_tx(full, bytes);
-    if (!any) continue;
+  const u32 full = ring.full();
+  mbarrier_wait(ring.empty(), ring.phase);
+  mbarrier_arrive_expect_tx(full, any ? kOperandBBytes + (upper ? 2 : 1) * kHalfTileBytes : 0);
+  if (any) {
     tma_load_2d(ring.a(), o.a, k, o.a_row, full);
     if (upper) tma_load_2d(ring.a() + kHalfTileBytes, o.a, k, o.a_row + 64, full);
-    if (kClusterSize == 2 && tile.shares_weights) {
-      load_weight_half(ring.b() + cluster_rank * kOperandBBytes / 2, o, cluster_rank != 0, k, full, true);
-    } else {
-      load_weight_half(ring.b(), o, false, k, full, false);
-      load_weight_half(ring.b() + kOperandBBytes / 2, o, true, k, full, false);
+    load_weights(o, ring.b(), k, full, tile.shares_weights, cluster_rank);
+  }
+  ring.advance();
+}
+
+// Draws tickets, announces tiles, loads their operands. The next tile is looked up kLookAhead k-blocks before the
+// current one is through, when the ring is full and the latency of the look-up costs nothing.
+MOK_DEVICE void load_tiles(const LayerParams& params, const ForwardMaps& maps, unsigned char* bytes) {
+  constexpr i32 kLookAhead = kStages + 2;
+  const i32 cluster_rank = kClusterSize == 1 ? 0 : cluster_ctarank();
+  const ForwardCounters counters = forward_counters(params);
+  TileWalk walk(params, cluster_rank);
+  TileQueue queue(bytes);
+  TicketMail mail(counters.tile_ticket, params.abort_flag, queue.shared, cluster_rank);
+  OperandRing ring{queue.shared, 0, 1};
+  Tile tile = walk.locate(mail.next());
+  bool is_ready = false;
+  while (true) {
+    const RowsAwaited rows = rows_awaited(tile, params, counters);
+    if (!is_ready && rows.counter != nullptr) {
+      wait_gpu(rows.counter, rows.expected, wait_context(params), rows.phase, tile.row_block);
     }
+    queue.put(tile);
+    if (tile.kind == kStop) break;
+    mail.draw();
+    fence_proxy_async_global();  // the rows were written by ordinary stores
+    const TileOperands operands = tile_operands(tile, params, maps);
+    Tile next;
+    const i32 look = max(tile.k_blocks - kLookAhead, 0);
+    for (i32 block = 0; block < tile.k_blocks; ++block) {
+      if (block == look) {
+        next = walk.locate(mail.next());
+        const RowsAwaited awaited = rows_awaited(next, params, counters);
+        is_ready = awaited.counter == nullptr || ld_acquire_gpu(awaited.counter) >= awaited.expected;
+      }
+      load_k_block(tile, operands, block * kTileK, ring, cluster_rank);
+    }
+    tile = next;
   }
 }
 
 // ---------------------------------------------------------------- math warpgroups
 
-// acc = tc(A rows of this warpgroup, weight tile), from +0 over all k-blocks; hands back each stage once
-// the next k-block's products are under way.
-MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, i32 k_blocks, i32 warpgroup, i32 lane) {
-  const u32 offset = warpgroup * kHalfTileBytes;
-  u32 previous = ring.empty();
+// What a math warp has computed and not handed over yet: the second half of its previous tile. It waits in
+// registers while the next tile's products begin, until the epilogue has taken the first half.
+struct Pending {
+  HalfTile half;
+  bool waits;
+};
+
+MOK_DEVICE void hand_over(Pending& pending, StagingBuffer& staging, i32 lane) {
+  stage_half(staging, pending.half, lane);
+  pending.waits = false;
+}
+
+// Before this warp waits for anything that may depend on its own previous tile.
+MOK_DEVICE void hand_over_now(Pending& pending, StagingBuffer& staging, i32 lane) {
+  if (!pending.waits) return;
+  staging.wait_free();
+  hand_over(pending, staging, lane);
+}
+
+// acc = tc(A rows of this warpgroup, weight tile), from +0 over all k-blocks. A stage is handed back once the
+// next k-block's products are under way; what is pending is handed over as soon as there is room.
+MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, i32 k_blocks, Pending& pending,
+                        StagingBuffer& staging, i32 lane) {
+  const u32 offset = staging.warpgroup * kHalfTileBytes;
+  if (pending.waits && !mbarrier_test_wait(ring.full(), ring.phase)) hand_over_now(pending, staging, lane);
   mbarrier_wait(ring.full(), ring.phase);
   wgmma_fence();
   tc_k64<Major::kK, Major::kK>(acc, ring.a() + offset, ring.b(), 0);
   wgmma_commit();
+  u32 previous = ring.empty();
   ring.advance();
   for (i32 block = 1; block < k_blocks; ++block) {
     mbarrier_wait(ring.full(), ring.phase);
@@ -125,6 +175,7 @@ MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, i32 k_blocks, i32 
     wgmma_commit();
     wgmma_wait<1>();
     release_stage(previous, lane);
+    if (pending.waits && staging.is_free()) hand_over(pending, staging, lane);
     previous = ring.empty();
     ring.advance();
   }
@@ -141,8 +192,41 @@ MOK_DEVICE void skip_tile(OperandRing& ring, i32 k_blocks, i32 lane) {
   }
 }
 
+// One math warpgroup. It knows nothing of gate, up or down: products in, bf16 halves out.
+MOK_DEVICE void multiply_tiles(unsigned char* bytes, i32 warpgroup) {
+  const i32 lane = threadIdx.x % kWarpSize;
+  TileQueue queue(bytes);
+  OperandRing ring{queue.shared, 0, 0};
+  StagingBuffer staging{queue.shared, warpgroup, 0};
+  Pending pending;
+  pending.waits = false;
+  while (true) {
+    if (!queue.ready()) hand_over_now(pending, staging, lane);
+    const Tile tile = queue.get();
+    if (tile.kind == kStop) break;
+    if (tile.valid_rows <= 64 * warpgroup) {
+      hand_over_now(pending, staging, lane);
+      skip_tile(ring, tile.k_blocks, lane);
+    } else {
+      float acc[128];
+      tc_tile(acc, ring, tile.k_blocks, pending, staging, lane);
+      hand_over_now(pending, staging, lane);
+      staging.wait_free();
+      HalfTile first;
+      take_half<0>(first, acc);
+      stage_half(staging, first, lane);
+      take_half<1>(pending.half, acc);
+      pending.waits = true;
+    }
+    queue.finish(lane);
+  }
+  hand_over_now(pending, staging, lane);
+}
+
+// ---------------------------------------------------------------- epilogue warps
+
 MOK_DEVICE HiddenTarget hidden_target(const Tile& tile, const LayerParams& params) {
-  const bool routed = tile.kind == kGateUp;
+  const bool routed = is_routed(tile);
   const i32 width = routed ? params.intermediate_size : params.shared_intermediate_size;
   const i32 column = tile.column * kHiddenTile;
   const i64 row = static_cast<i64>(tile.row_block) * kTileM;
@@ -169,92 +253,68 @@ MOK_DEVICE u16* push_target(const Tile& tile, const LayerParams& params, i32 row
   return buffer + __ldg(params.peer_row + index) * hidden;
 }
 
-// One of the thread's two rows of y, 256 columns, rounded to bf16 and stored.
-template <i32 kHalf>
-MOK_DEVICE void push_row(const float (&acc)[128], u16* target, i32 column_tile, i32 hidden_size, i32 q) {
-  if (target == nullptr) return;
-  const i32 first = column_tile * kTileN;
-#pragma unroll
-  for (i32 j = 0; j < kTileN / 32; ++j) {
-    u32 y[4];
-#pragma unroll
-    for (i32 u = 0; u < 4; ++u) {
-      const i32 i = 16 * j + 4 * u + 2 * kHalf;
-      y[u] = pack_bf16x2(acc[i], acc[i + 1]);  // RNE to bf16
-    }
-    store_group(target + first, j, hidden_size - first, is_permuted(hidden_size), q, y);
+// Half `half` of one math warpgroup's rows of y: this warp's kEpilogueRows of them. Lane l holds the target of row
+// l; a row of a chunk is 128 bytes, eight lanes wide.
+MOK_DEVICE void push_rows(const StagingBuffer& staging, u16* lane_target, i32 first_column, i32 hidden_size,
+                          i32 half, i32 first_row, i32 lane) {
+  const i32 unit = lane % 8;
+#pragma unroll 8
+  for (i32 i = 0; i < kEpilogueRows / 2; ++i) {
+    const i32 chunk = i % 2, row = i / 2 * 4 + lane / 8;
+    const u64 target = __shfl_sync(kFullWarp, reinterpret_cast<u64>(lane_target), row);
+    const i32 column = first_column + (2 * chunk + half) * kChunkColumns + 8 * unit;
+    if (target == 0 || column >= hidden_size) continue;
+    const uint4 y = ld_shared_v4(staging.unit(chunk, first_row + row, unit));
+    st_global_v4(reinterpret_cast<u16*>(target) + column, y);
   }
 }
 
-// ---------------------------------------------------------------- roles
-
-// Warp 0, lane 0: draws tickets, announces tiles, loads operands. The next ticket is drawn while the current
-// tile loads.
-MOK_DEVICE void produce_tiles(const LayerParams& params, const ForwardMaps& maps, unsigned char* bytes) {
-  const u32 shared = shared_address(bytes);
-  const i32 cluster_rank = kClusterSize == 1 ? 0 : cluster_ctarank();
-  const ForwardCounters counters = forward_counters(params);
-  TileWalk walk(params, cluster_rank);
-  TileQueue queue{bytes, shared, 0};
-  OperandRing ring{shared, 0, 1};
-  TicketMail mail(counters.tile_ticket, params.abort_flag, shared, cluster_rank);
-  while (true) {
-    const Tile tile = walk.locate(mail.next());
-    queue.put(tile);
-    if (tile.kind == kStop) break;
-    mail.draw();
-    wait_operand_rows(tile, params, counters);
-    load_operands(tile, tile_operands(tile, params, maps), ring, cluster_rank);
-  }
+// Tells other CTAs that this warp's part of the tile is stored.
+MOK_DEVICE void signal_tile(const Tile& tile, const ForwardCounters& counters, i32 mini_blocks, bool ring_is_reused,
+                            i32 lane) {
+  __syncwarp();
+  if (lane != 0) return;
+  if (tile.kind == kGateUp) red_release_gpu(counters.hidden_ready + tile.row_block, 1);
+  if (tile.kind == kSharedGateUp) red_release_gpu(counters.shared_hidden_ready + tile.row_block, 1);
+  if (tile.kind == kDown && ring_is_reused) red_release_gpu(counters.rows_done + tile.row_block / mini_blocks, 1);
 }
 
-// One math warpgroup: products, epilogue, next tile.
-MOK_DEVICE void multiply_tiles(const LayerParams& params, unsigned char* bytes, i32 warpgroup) {
-  const u32 shared = shared_address(bytes);
-  const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % 4;
-  const i32 row = 64 * warpgroup + 16 * warp + lane / 4;
-  const SwigluClamp clamp = swiglu_clamp(params);
-  TileQueue queue{bytes, shared, 0};
-  OperandRing ring{shared, 0, 0};
-  while (true) {
-    const Tile tile = queue.get();
-    if (tile.kind == kStop) break;
-    if (tile.valid_rows <= 64 * warpgroup) {
-      skip_tile(ring, tile.k_blocks, lane);
-    } else {
-      const bool gate_up = tile.kind == kGateUp || tile.kind == kSharedGateUp;
-      u16* target_0 = gate_up ? nullptr : push_target(tile, params, row);
-      u16* target_1 = gate_up ? nullptr : push_target(tile, params, row + 8);
-      float acc[128];
-      tc_tile(acc, ring, tile.k_blocks, warpgroup, lane);
-      if (gate_up) {
-        swiglu_forward(acc, hidden_target(tile, params), clamp, row, lane);
-      } else {
-        push_row<0>(acc, target_0, tile.column, params.hidden_size, lane % 4);
-        push_row<1>(acc, target_1, tile.column, params.hidden_size, lane % 4);
-      }
-    }
-    queue.finish(lane);
-  }
-}
-
-// Warp 1, lane 0: tells other CTAs that a tile is stored. A math warp would have to wait for its stores.
-MOK_DEVICE void signal_tiles(const LayerParams& params, unsigned char* bytes) {
+// One epilogue warp: kEpilogueRows rows of either math warpgroup.
+MOK_DEVICE void finish_tiles(const LayerParams& params, unsigned char* bytes, i32 warp) {
+  static_assert(kEpilogueRows == kWarpSize, "a lane holds the target of one row per math warpgroup");
+  const i32 lane = threadIdx.x % kWarpSize, first_row = kEpilogueRows * warp;
   const ForwardCounters counters = forward_counters(params);
   const MinibatchWalk minis(params);
   const bool ring_is_reused = minis.num_minis > minis.minis_per_macro;
-  TileQueue queue{bytes, shared_address(bytes), 0};
+  const SwigluClamp clamp = swiglu_clamp(params);
+  TileQueue queue(bytes);
+  StagingBuffer staging[2] = {{queue.shared, 0, 0}, {queue.shared, 1, 0}};
   while (true) {
-    const Tile tile = queue.wait_finished();
+    const Tile tile = queue.get();
     if (tile.kind == kStop) break;
-    if (tile.valid_rows > 0) {
-      if (tile.kind == kGateUp) red_release_gpu(counters.hidden_ready + tile.row_block, 1);
-      if (tile.kind == kSharedGateUp) red_release_gpu(counters.shared_hidden_ready + tile.row_block, 1);
-      if (tile.kind == kDown && ring_is_reused) {
-        red_release_gpu(counters.rows_done + tile.row_block / minis.mini_blocks, 1);
+    const bool gate_up = is_gate_up(tile);
+    const HiddenTarget hidden = hidden_target(tile, params);
+    u16* target[2];
+#pragma unroll
+    for (i32 group = 0; group < 2; ++group) {
+      target[group] = gate_up ? nullptr : push_target(tile, params, 64 * group + first_row + lane);
+    }
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+#pragma unroll
+      for (i32 group = 0; group < 2; ++group) {
+        if (tile.valid_rows <= 64 * group) continue;
+        staging[group].wait_full();
+        if (gate_up) {
+          swiglu_forward(staging[group], hidden, clamp, half, first_row, lane);
+        } else {
+          push_rows(staging[group], target[group], tile.column * kTileN, params.hidden_size, half, first_row, lane);
+        }
+        staging[group].pass(staging[group].free(), lane);
       }
     }
-    queue.release();
+    if (tile.valid_rows > 0) signal_tile(tile, counters, minis.mini_blocks, ring_is_reused, lane);
+    queue.finish(lane);
   }
 }
 

@@ -6,18 +6,18 @@
 // NumPy twin     mok_ref/layer.py: moe_forward, between its two barriers
 // Launch         at most one CTA per SM (any number works: tickets), kForwardThreads threads,
 //                kForwardSharedBytes of dynamic shared memory
-// Warps          warpgroup 0: warp 0 producer, warp 1 signals, warps 2 and 3 pull rows
+// Warps          warpgroup 0: warp 0 schedules and loads, warp 1 pulls rows, warps 2, 3 epilogue (SwiGLU, push)
 //                warpgroups 1, 2: math, 64 rows of each tile
 // Before         schedule tables complete, counters zero, all ranks' x in place (barrier kernel)
 // After          this rank's y rows are on their way to their owners: complete after the next barrier
-// Never waits for another rank. Every wait is limited in time; after a time-out the kernel runs to its end
-// without waiting and its output is void.
+// Never waits for another rank. Every wait is limited in time; after a time-out no more tiles are begun and the
+// output is void.
 #include "dispatch.cuh"
 #include "experts.cuh"
 
 namespace mok {
 
-// Registers per thread: 128 * helpers + 256 * math must not exceed 64,512.
+// Registers per thread after the kernel's start: 128 * helpers + 256 * math must not exceed 64,512.
 constexpr i32 kHelperRegisters = 88;
 constexpr i32 kMathRegisters = 208;
 static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subscribed registers hang silently");
@@ -25,18 +25,18 @@ static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subs
 extern "C" __global__ void MOK_CLUSTER_DIMS __launch_bounds__(kForwardThreads, 1)
     moe_forward_hopper(const __grid_constant__ LayerParams params, const __grid_constant__ ForwardMaps maps) {
   extern __shared__ __align__(1024) unsigned char bytes[];
-  const i32 warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const i32 warpgroup = threadIdx.x / 128, warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
   if (threadIdx.x == 0) init_barriers(shared_address(bytes));
   sync_cluster_or_cta();
 
-  if (warp < 4) {
+  if (warpgroup == 0) {
     setmaxnreg_dec<kHelperRegisters>();
-    if (warp == 0 && lane == 0) produce_tiles(params, maps, bytes);
-    if (warp == 1 && lane == 0) signal_tiles(params, bytes);
-    if (warp >= 2) dispatch_forward(params);
+    if (warp == 0 && lane == 0) load_tiles(params, maps, bytes);
+    if (warp == 1) dispatch_forward(params);
+    if (warp >= 2) finish_tiles(params, bytes, warp - 2);
   } else {
     setmaxnreg_inc<kMathRegisters>();
-    multiply_tiles(params, bytes, warp / 4 - 1);
+    multiply_tiles(bytes, warpgroup - 1);
   }
   if constexpr (kClusterSize > 1) {
     __syncwarp();

@@ -21,16 +21,16 @@ template <bool kClamp>
 MOK_DEVICE void dgrad_kernel(const LayerParams& layer, const DgradParams& params, const DgradMaps& maps) {
   const bool shared_work = layer.shared_intermediate_size > 0 && params.macro_index == 0 && layer.num_tokens > 0;
   if (macro_row_blocks(layer, params.macro_index, params.macro_blocks) == 0 && !shared_work) return;
-  const DgradContext context{layer, params, maps, init_pipeline(shared_memory, 4)};
+  const DgradContext context{layer, params, maps, init_pipeline(shared_memory, kMathWarps + 1)};
   const i32 warp = threadIdx.x / kWarpSize;
   if (warp < 4) {
     setmaxnreg_dec<kHelperRegisters>();
     if (warp == 0) {
       if (threadIdx.x == 0) produce_dgrad(context);
-    } else if (warp == 3) {
-      pull_rows(layer, params);
+    } else if (warp == 1) {
+      store_dgrad(context);
     } else {
-      store_dgrad(context, warp - 1);
+      pull_rows(layer, params);
     }
   } else {
     setmaxnreg_inc<kMathRegisters>();
@@ -44,23 +44,19 @@ MOK_DEVICE void wgrad_kernel(const LayerParams& layer, const WgradParams& params
       macro_row_blocks(layer, params.macro_index, params.macro_blocks) == 0) {
     return;
   }
-  const WgradContext context{layer, params, maps, init_pipeline(shared_memory, 1)};
+  const WgradContext context{layer, params, maps, init_pipeline(shared_memory, kMathWarps)};
   const i32 warp = threadIdx.x / kWarpSize;
   if (warp < 4) {
-    setmaxnreg_dec<kHelperRegisters>();
-    if (warp == 0) {
-      if (threadIdx.x == 0) {
-        if constexpr (kChain) {
-          produce_chain(context);
-        } else {
-          produce_wgrad(context);
-        }
+    setmaxnreg_dec<kLoaderRegisters>();
+    if (threadIdx.x == 0) {
+      if constexpr (kChain) {
+        produce_chain(context);
+      } else {
+        produce_wgrad(context);
       }
-    } else if (warp < 3) {
-      store_wgrad(context, warp - 1);
     }
   } else {
-    setmaxnreg_inc<kMathRegisters>();
+    setmaxnreg_inc<kMathOnlyRegisters>();
     multiply_wgrad(context, warp / 4 - 1);
   }
 }

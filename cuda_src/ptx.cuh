@@ -69,6 +69,17 @@ MOK_DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
   return done != 0;
 }
 
+// Whether the phase of `parity` is complete, without suspending the thread.
+MOK_DEVICE bool mbarrier_test_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{.reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Waits for the phase of `parity` to complete. What is waited for is always work of this CTA (or its
 // cluster), whose own waits on other CTAs are limited in time (sync.cuh), so this one ends as well;
 // the trap is a backstop against a defect, far beyond any limit a caller may set.
@@ -286,6 +297,10 @@ MOK_DEVICE void st_global_v4(void* pointer, u32 x, u32 y, u32 z, u32 w) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(x), "r"(y), "r"(z),
                "r"(w)
                : "memory");
+}
+
+MOK_DEVICE void st_global_v4(void* pointer, const uint4& value) {
+  st_global_v4(pointer, value.x, value.y, value.z, value.w);
 }
 
 MOK_DEVICE void st_global_u32(void* pointer, u32 x) {

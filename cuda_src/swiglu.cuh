@@ -1,13 +1,13 @@
-// swiglu.cuh: from gate and up to h, in the registers that hold the accumulators.
+// swiglu.cuh: from gate and up to h.
 //
 //   gate = bf16(tc(x, W_gate)), up = bf16(tc(x, W_up))
 //   h = bf16((gate * sigmoid(gate)) * up), clamped first if the layer has a limit            (spec eq. 4)
 //
 // NumPy twin     mok_ref/swiglu.py: swiglu_forward
-// Executed by    one math warpgroup, 64 rows x 128 columns of h; gate and up of an element are in one thread
-// Reads          accumulators: acc[0..63] gate, acc[64..127] up (fragment layout: tensor_core.cuh)
-// Writes         h, and for backward the unclamped gate and up
-// After          TileQueue::finish; the signal warp releases hidden_ready
+// Executed by    one epilogue warp: 32 rows x 64 columns of h, 4 rows at a time, 8 columns per lane
+// Reads          gate and up of the rows from the staging buffer (StagingBuffer::wait_full before)
+// Writes         h, and for backward the unclamped gate and up, 16 bytes per store
+// After          the warp releases hidden_ready
 #pragma once
 #include "numerics.cuh"
 #include "tile.cuh"
@@ -20,7 +20,7 @@ struct HiddenTarget {
   u16* gate;      // null: not saved
   u16* up;
   i32 width;      // row stride in elements
-  i32 columns;    // of the tile that exist
+  i32 columns;    // of the tile that exist, a multiple of 8
   i32 rows;       // of the tile that may be stored
 };
 
@@ -52,36 +52,30 @@ MOK_DEVICE u32 swiglu_forward_pair(u32 gate, u32 up, const SwigluClamp& clamp) {
                      swiglu_forward_element(bf16_high(gate), bf16_high(up)));
 }
 
-// One of the thread's two rows: kHalf 0 is row `row`, kHalf 1 its accumulators' row + 8.
-template <i32 kHalf>
-MOK_DEVICE void swiglu_forward_row(const float (&acc)[128], const HiddenTarget& target, i32 row,
-                                   const SwigluClamp& clamp, i32 q) {
-  if (row >= target.rows) return;
-  const bool permuted = is_permuted(target.width);
-  const i64 offset = static_cast<i64>(row) * target.width;
-#pragma unroll
-  for (i32 j = 0; j < kHiddenTile / 32; ++j) {
-    u32 gate[4], up[4], h[4];
-#pragma unroll
-    for (i32 u = 0; u < 4; ++u) {
-      const i32 i = 16 * j + 4 * u + 2 * kHalf;
-      gate[u] = pack_bf16x2(acc[i], acc[i + 1]);          // RNE to bf16
-      up[u] = pack_bf16x2(acc[64 + i], acc[64 + i + 1]);  // RNE to bf16
-      h[u] = swiglu_forward_pair(gate[u], up[u], clamp);
-    }
-    store_group(target.h + offset, j, target.columns, permuted, q, h);
-    if (target.gate != nullptr) {
-      store_group(target.gate + offset, j, target.columns, permuted, q, gate);
-      store_group(target.up + offset, j, target.columns, permuted, q, up);
-    }
-  }
+MOK_DEVICE uint4 swiglu_forward_unit(const uint4& gate, const uint4& up, const SwigluClamp& clamp) {
+  return make_uint4(swiglu_forward_pair(gate.x, up.x, clamp), swiglu_forward_pair(gate.y, up.y, clamp),
+                    swiglu_forward_pair(gate.z, up.z, clamp), swiglu_forward_pair(gate.w, up.w, clamp));
 }
 
-// The warpgroup's rows of the tile: this thread has `row` and `row` + 8.
-MOK_DEVICE void swiglu_forward(const float (&acc)[128], const HiddenTarget& target, const SwigluClamp& clamp,
-                               i32 row, i32 lane) {
-  swiglu_forward_row<0>(acc, target, row, clamp, lane % 4);
-  swiglu_forward_row<1>(acc, target, row + 8, clamp, lane % 4);
+// Half `half` of one math warpgroup's rows: this warp's kEpilogueRows of them, 4 at a time.
+MOK_DEVICE void swiglu_forward(const StagingBuffer& staging, const HiddenTarget& target,
+                               const SwigluClamp& clamp, i32 half, i32 first_row, i32 lane) {
+  const i32 unit = lane % 8, column = half * kChunkColumns + 8 * unit;
+  if (column >= target.columns) return;
+#pragma unroll 1
+  for (i32 i = 0; i < kEpilogueRows / 4; ++i) {
+    const i32 row_in_group = first_row + 4 * i + lane / 8;
+    const i32 row = 64 * staging.warpgroup + row_in_group;
+    if (row >= target.rows) break;
+    const uint4 gate = ld_shared_v4(staging.unit(0, row_in_group, unit));
+    const uint4 up = ld_shared_v4(staging.unit(1, row_in_group, unit));
+    const i64 offset = static_cast<i64>(row) * target.width + column;
+    st_global_v4(target.h + offset, swiglu_forward_unit(gate, up, clamp));
+    if (target.gate != nullptr) {
+      st_global_v4(target.gate + offset, gate);
+      st_global_v4(target.up + offset, up);
+    }
+  }
 }
 
 }  // namespace mok

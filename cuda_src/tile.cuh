@@ -1,8 +1,9 @@
 // tile.cuh: which tile a CTA computes next, and how its warps hand tiles and operands to each other.
 //
-//   ticket -> Tile        by arithmetic on the schedule's sizes, no task table          (TileWalk)
-//   Tile                  producer lane -> math warpgroups -> signal warp               (TileQueue)
-//   operands              TMA -> math warpgroups, kStages k-blocks of 64 deep           (OperandRing)
+//   ticket -> Tile        by arithmetic on the schedule's sizes, no task table                     (TileWalk)
+//   Tile                  loader lane -> math warpgroups, epilogue warps                           (TileQueue)
+//   operands              TMA -> math warpgroups, kStages k-blocks of 64 deep                      (OperandRing)
+//   products, as bf16     math warpgroups -> epilogue warps, half a tile at a time                 (StagingBuffer)
 //
 // NumPy twin     mok_ref/schedule.py: minibatch_walk (the order of minibatches)
 // Order          shared gate/up, shared down; then for walk position q: gate/up(q), down(q - 1), or the other
@@ -13,6 +14,7 @@
 // CTA loads half of the weight tile and multicasts it into both shared memories.
 #pragma once
 #include "check.cuh"
+#include "numerics.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
 #include "sync.cuh"
@@ -24,14 +26,22 @@ constexpr i32 kTileN = 256;        // weight rows of a tile: 128 gate and 128 up
 constexpr i32 kTileK = 64;         // k-block: 128 bytes of bf16, one swizzle span
 constexpr i32 kHiddenTile = 128;   // columns of h that a gate/up tile makes
 constexpr i32 kStages = 4;
-constexpr i32 kTileSlots = 8;
+constexpr i32 kTileSlots = 4;
 constexpr i32 kMathWarps = 8;      // two warpgroups, 64 rows of the tile each
+constexpr i32 kEpilogueWarps = 2;
+constexpr i32 kEpilogueRows = 64 / kEpilogueWarps;  // of either math warpgroup, per epilogue warp
 constexpr i32 kForwardThreads = 384;
 
 constexpr u32 kHalfTileBytes = 64 * kTileK * 2;                // 64 rows of one operand
 constexpr u32 kOperandABytes = 2 * kHalfTileBytes;
 constexpr u32 kOperandBBytes = 4 * kHalfTileBytes;
 constexpr u32 kStageBytes = kOperandABytes + kOperandBBytes;
+
+// A finished tile leaves the accumulators in four chunks of 64 columns. Half 0 is chunks 0 and 2, half 1 is
+// chunks 1 and 3: for a gate/up tile that is gate and up of the same 64 columns of h.
+constexpr i32 kChunkColumns = 64;
+constexpr u32 kChunkBytes = 64 * kChunkColumns * 2;  // of one warpgroup's 64 rows, 128-byte swizzled
+constexpr u32 kStagingBytes = 2 * 2 * kChunkBytes;   // half a tile of both warpgroups
 
 MOK_DEVICE i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 
@@ -45,6 +55,7 @@ struct ForwardCounters {
   u32* rows_ready;           // [max_row_blocks] rows pulled                     dispatch -> gate/up
   u32* hidden_ready;         // [max_row_blocks] gate/up tiles done              gate/up -> down
   u32* rows_done;            // [max_row_blocks] down tiles done, by minibatch   down -> dispatch (ring slot)
+                             // both count every epilogue warp of a tile
   u32* shared_hidden_ready;  // [ceil(max_tokens / 128)]                         shared gate/up -> shared down
 };
 
@@ -116,7 +127,7 @@ struct alignas(16) Tile {
 
 constexpr u32 kNoTicket = ~0u;
 
-// Turns ascending tickets into tiles; executed by the producer lane alone.
+// Turns ascending tickets into tiles; executed by the loader lane alone.
 struct TileWalk {
   const LayerParams& params;
   MinibatchWalk minis;
@@ -204,17 +215,18 @@ struct TileWalk {
 
 // Byte offsets from the 1024-aligned start of dynamic shared memory.
 // Python twin: mok_ref/gpu/hopper.py: SHARED_BYTES
-constexpr u32 kBarrierOffset = kStages * kStageBytes;
-constexpr u32 kStageFull = kBarrierOffset;
+constexpr u32 kStagingOffset = kStages * kStageBytes;
+constexpr u32 kTileSlotOffset = kStagingOffset + kStagingBytes;
+constexpr u32 kStageFull = kTileSlotOffset + 32 * kTileSlots;
 constexpr u32 kStageEmpty = kStageFull + 8 * kStages;
 constexpr u32 kTileFull = kStageEmpty + 8 * kStages;
 constexpr u32 kTileDone = kTileFull + 8 * kTileSlots;
-constexpr u32 kTileFree = kTileDone + 8 * kTileSlots;
-constexpr u32 kMailFull = kTileFree + 8 * kTileSlots;
+constexpr u32 kStagingFull = kTileDone + 8 * kTileSlots;
+constexpr u32 kStagingFree = kStagingFull + 8 * 2;
+constexpr u32 kMailFull = kStagingFree + 8 * 2;
 constexpr u32 kMail = kMailFull + 8 * kTileSlots;
-constexpr u32 kTileSlotOffset = kMail + 8 * kTileSlots;
-constexpr u32 kForwardSharedBytes = kTileSlotOffset + sizeof(Tile) * kTileSlots;
-static_assert(kTileSlotOffset % alignof(Tile) == 0, "tile slots must be aligned");
+constexpr u32 kForwardSharedBytes = kMail + 8 * kTileSlots;
+static_assert(sizeof(Tile) == 32, "a tile slot has 32 bytes");
 static_assert(kForwardSharedBytes <= 232448, "a CTA has 227 KB of shared memory");
 
 // Executed by one thread before the CTA (and its cluster) synchronises.
@@ -225,9 +237,12 @@ MOK_DEVICE void init_barriers(u32 shared) {
   }
   for (i32 slot = 0; slot < kTileSlots; ++slot) {
     mbarrier_init(shared + kTileFull + 8 * slot, 1);
-    mbarrier_init(shared + kTileDone + 8 * slot, kMathWarps);
-    mbarrier_init(shared + kTileFree + 8 * slot, 1);
+    mbarrier_init(shared + kTileDone + 8 * slot, kMathWarps + kEpilogueWarps);
     mbarrier_init(shared + kMailFull + 8 * slot, 1);
+  }
+  for (i32 warpgroup = 0; warpgroup < 2; ++warpgroup) {
+    mbarrier_init(shared + kStagingFull + 8 * warpgroup, 4);
+    mbarrier_init(shared + kStagingFree + 8 * warpgroup, kEpilogueWarps);
   }
   fence_mbarrier_init();
 }
@@ -240,41 +255,34 @@ MOK_DEVICE void sync_cluster_or_cta() {
   }
 }
 
-// Tiles in the order of their tickets: the producer puts, math warps get and finish, the signal warp
-// releases a slot once all math warps have finished it.
+// Tiles in the order of their tickets: the loader puts, math and epilogue warps get. A slot is free again when
+// every one of them has finished its tile.
 struct TileQueue {
   unsigned char* bytes;
   u32 shared;
   u32 number;  // of the tile that this warp handles next
 
+  MOK_DEVICE explicit TileQueue(unsigned char* shared_bytes)
+      : bytes(shared_bytes), shared(shared_address(shared_bytes)), number(0) {}
+
   MOK_DEVICE void put(const Tile& tile) {
-    mbarrier_wait(barrier(kTileFree), parity() ^ 1);
+    mbarrier_wait(barrier(kTileDone), parity() ^ 1);
     *slot() = tile;
     mbarrier_arrive(barrier(kTileFull));
     ++number;
   }
+
+  MOK_DEVICE bool ready() const { return mbarrier_test_wait(barrier(kTileFull), parity()); }
 
   MOK_DEVICE Tile get() const {
     mbarrier_wait(barrier(kTileFull), parity());
     return *slot();
   }
 
-  // Every math warp, after the last lane's stores of this tile.
+  // Whole math or epilogue warp: needs the slot no more, its stores of this tile are issued.
   MOK_DEVICE void finish(i32 lane) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier(kTileDone));
-    ++number;
-  }
-
-  MOK_DEVICE Tile wait_finished() const {
-    mbarrier_wait(barrier(kTileFull), parity());
-    const Tile tile = *slot();
-    if (tile.kind != kStop) mbarrier_wait(barrier(kTileDone), parity());
-    return tile;
-  }
-
-  MOK_DEVICE void release() {
-    mbarrier_arrive(barrier(kTileFree));
     ++number;
   }
 
@@ -286,9 +294,9 @@ struct TileQueue {
   }
 };
 
-// Tickets of a CTA or cluster. The leader draws; in a cluster it mails each number to its partner, whose
-// arrival counts the eight bytes. At most kTileSlots letters are on their way: the leader runs ahead of its
-// partner by less than kStages + 2 tiles, since stages are handed back by both.
+// Tickets of a CTA or cluster. The leader draws; in a cluster it mails each number to its partner, whose barrier
+// counts the eight bytes. Fewer than kTileSlots letters are on their way: the leader draws for a tile while it loads
+// the one before, and that needs stages which the partner's math warps have handed back.
 // After a time-out anywhere on this rank the leader draws no more: every tile of the kernel ends, then the kernel.
 struct TicketMail {
   u32* ticket;
@@ -297,7 +305,7 @@ struct TicketMail {
   i32 cluster_rank;
   u32 number = 0;   // of the next letter
   u32 drawn = 0;
-  u32 aborted = 0;
+  bool stopped = false;
 
   MOK_DEVICE TicketMail(u32* counter, const u32* abort, u32 shared_bytes, i32 rank_in_cluster)
       : ticket(counter), abort_flag(abort), shared(shared_bytes), cluster_rank(rank_in_cluster) {
@@ -311,11 +319,11 @@ struct TicketMail {
   MOK_DEVICE void draw() {
     if (cluster_rank != 0) return;
     drawn = draw_ticket(ticket);
-    aborted = ld_relaxed_gpu(abort_flag);
+    stopped = aborted(abort_flag);
   }
 
   MOK_DEVICE u32 next() {
-    if (aborted != 0) drawn = kNoTicket;
+    if (stopped) drawn = kNoTicket;
     if constexpr (kClusterSize == 1) return drawn;
     const u32 slot = number % kTileSlots;
     const u32 parity = number / kTileSlots & 1;
@@ -362,23 +370,64 @@ MOK_DEVICE void release_stage(u32 empty_barrier, i32 lane) {
   }
 }
 
-// ---------------------------------------------------------------- accumulator fragments to memory
+// ---------------------------------------------------------------- from accumulators to the epilogue
 
-// Eight columns of a thread's fragment row as four bf16 pairs, group j of the row (columns 32 j .. 32 j + 31).
-// permuted: the weight tile was loaded through the permuting map (mok_ref/gpu/hopper.py: encode_weights), so
-// the pairs are the adjacent columns 32 j + 8 q ..+7, q = lane % 4: one 16-byte store. Otherwise pair u holds
-// columns 32 j + 8 u + 2 q, + 1. Columns at or beyond `columns` (a multiple of 8) are not stored.
-MOK_DEVICE void store_group(u16* row, i32 j, i32 columns, bool permuted, i32 q, const u32 (&pair)[4]) {
-  if (permuted) {
-    if (32 * j < columns) st_global_v4(row + 32 * j + 8 * q, pair[0], pair[1], pair[2], pair[3]);
-  } else {
+// Half a tile in shared memory: per math warpgroup two chunks of 64 rows x 64 columns, bf16, rows of 128 bytes whose
+// 16-byte units are swizzled by the row. One turn per half; `turn` counts the halves of this warpgroup.
+struct StagingBuffer {
+  u32 shared;
+  i32 warpgroup;   // whose half
+  u32 turn;
+
+  MOK_DEVICE u32 full() const { return shared + kStagingFull + 8 * warpgroup; }
+  MOK_DEVICE u32 free() const { return shared + kStagingFree + 8 * warpgroup; }
+  MOK_DEVICE u32 unit(i32 chunk, i32 row, i32 column_unit) const {
+    const u32 base = shared + kStagingOffset + (2 * warpgroup + chunk) * kChunkBytes;
+    return base + row * 128 + ((column_unit ^ (row & 7)) << 4);
+  }
+
+  MOK_DEVICE bool is_free() const { return mbarrier_test_wait(free(), (turn & 1) ^ 1); }
+  MOK_DEVICE void wait_free() const { mbarrier_wait(free(), (turn & 1) ^ 1); }
+  MOK_DEVICE void wait_full() const { mbarrier_wait(full(), turn & 1); }
+
+  // Whole warp: written, or read.
+  MOK_DEVICE void pass(u32 barrier, i32 lane) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier);
+    ++turn;
+  }
+};
+
+// Half a tile of one math thread as bf16 pairs: pair[16 c + 2 i] row r, [16 c + 2 i + 1] row r + 8 of columns
+// 8 i + 2 (lane % 4), + 1 of the half's chunk c.
+struct HalfTile {
+  u32 pair[32];
+};
+
+template <i32 kHalf>
+MOK_DEVICE void take_half(HalfTile& half, const float (&acc)[128]) {
 #pragma unroll
-    for (i32 u = 0; u < 4; ++u) {
-      if (32 * j + 8 * u < columns) st_global_u32(row + 32 * j + 8 * u + 2 * q, pair[u]);
+  for (i32 chunk = 0; chunk < 2; ++chunk) {
+#pragma unroll
+    for (i32 i = 0; i < 16; ++i) {
+      const i32 source = 64 * chunk + 32 * kHalf + 2 * i;
+      half.pair[16 * chunk + i] = pack_bf16x2(acc[source], acc[source + 1]);  // RNE to bf16
     }
   }
 }
 
-MOK_DEVICE bool is_permuted(i32 columns) { return columns % 32 == 0; }
+// Whole math warp: its 16 rows of the half into the staging buffer, which is free.
+MOK_DEVICE void stage_half(StagingBuffer& staging, const HalfTile& half, i32 lane) {
+  const i32 row = threadIdx.x / kWarpSize % 4 * 16 + lane % 16;
+#pragma unroll
+  for (i32 chunk = 0; chunk < 2; ++chunk) {
+#pragma unroll
+    for (i32 unit = 0; unit < 8; unit += 2) {
+      const u32* pair = half.pair + 16 * chunk + 2 * unit;
+      stmatrix_x4(staging.unit(chunk, row, unit + lane / 16), pair[0], pair[1], pair[2], pair[3]);
+    }
+  }
+  staging.pass(staging.full(), lane);
+}
 
 }  // namespace mok

@@ -1,7 +1,7 @@
 """Case files: one mixture-of-experts problem, or its results, as a plain `.npz` archive.
 
-Files are read without pickle, checked key by key, and written under a temporary name that is renamed
-at the end, so that nothing half-written is ever left behind. bf16 tensors are uint16 bits.
+Files are read without pickle, checked key by key, and written under a temporary name that is
+renamed at the end: nothing half-written is ever left behind. bf16 tensors are uint16 bits.
 """
 
 from __future__ import annotations
@@ -59,8 +59,15 @@ NUMBERS: dict[str, type] = {
 REQUIRED = ("x", "w_gate", "w_up", "w_down")
 SHARED = ("shared_w_gate", "shared_w_up", "shared_w_down")
 ROUTING_KEYS = (
-    "top_k", "score", "choice_bias", "num_groups", "keep_groups", "group_score", "renormalize", "scale"
-)  # fmt: skip
+    "top_k",
+    "score",
+    "choice_bias",
+    "num_groups",
+    "keep_groups",
+    "group_score",
+    "renormalize",
+    "scale",
+)
 OUTPUT_TOKENS = ("y", "dx", "d_topk_weights", "topk_ids", "topk_weights", "d_logits")
 OUTPUT_EXPERTS = ("dw_gate", "dw_up", "dw_down")
 OUTPUT_REPLICATED = ("shared_dw_gate", "shared_dw_up", "shared_dw_down", "dw_router")
@@ -68,7 +75,7 @@ OUTPUT_REPLICATED = ("shared_dw_gate", "shared_dw_up", "shared_dw_down", "dw_rou
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One problem. Either topk_ids and topk_weights are given, or w_router or logits with `routing`.
+    """One problem. Given are topk_ids and topk_weights, or w_router or logits with `routing`.
 
     x (N, H), w_gate, w_up (E, I, H), w_down (E, H, I), dy (N, H), w_router (E, H): uint16 bits
     topk_ids (N, K) int32, topk_weights (N, K) float32, logits (N, E) float32
@@ -122,10 +129,12 @@ def load_case(path: str | Path) -> Case:
 def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     """All arrays of an `.npz` file. Raises: ValueError if it is not one, or truncated."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw:
+            file = np.load(raw, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("it holds a single array")
-            return {key: file[key] for key in file.files}
+                raise ValueError("a single array")
+            with file:
+                return {key: file[key] for key in file.files}
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, MemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -141,7 +150,9 @@ def case_from_arrays(arrays: Mapping[str, np.ndarray]) -> Case:
     _check_arrays(arrays)
     if numbers.get("contract", CONTRACT) != CONTRACT:
         raise ValueError(f"contract must be {CONTRACT}, got {numbers['contract']}")
-    plain = {key: np.ascontiguousarray(arrays[key]) for key in ARRAYS if key in arrays}
+    plain: dict[str, Any] = {
+        key: np.ascontiguousarray(arrays[key]) for key in ARRAYS if key in arrays
+    }
     shared = ExpertWeights(*(plain.pop(key) for key in SHARED)) if SHARED[0] in plain else None
     routing = _routing(plain, texts, numbers)
     case = Case(
@@ -149,7 +160,9 @@ def case_from_arrays(arrays: Mapping[str, np.ndarray]) -> Case:
         shared=shared,
         routing=routing,
         swiglu_limit=numbers.get("swiglu_limit"),
-        **{key: texts[key] for key in ("order", "dtype", "scale_rule") if key in texts},
+        order=texts.get("order", "canonical"),
+        dtype=texts.get("dtype", "bf16"),
+        scale_rule=texts.get("scale_rule", "fit"),
     )
     _check_values(case)
     return case
@@ -177,8 +190,8 @@ def _check_keys(arrays: Mapping[str, np.ndarray]) -> None:
         missing += [key for key in SHARED if key not in arrays]
     if missing:
         raise ValueError(f"keys must be complete, missing {', '.join(missing)}")
-    unused = ROUTING_KEYS if sources == ["topk_ids"] else ("topk_weights",)
-    unused = tuple(key for key in unused if key in arrays)
+    excluded = ROUTING_KEYS if sources == ["topk_ids"] else ("topk_weights",)
+    unused = [key for key in excluded if key in arrays]
     if unused:
         raise ValueError(f"{unused[0]} must not be given together with {sources[0]}")
 
@@ -218,8 +231,8 @@ def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
             wanted, source = sizes.setdefault(axis, (size, key))
             if size != wanted:
                 raise ValueError(
-                    f"{key} must have axes ({', '.join(axes)}) with {axis}={wanted} as in {source}, "
-                    f"got shape {array.shape}"
+                    f"{key} must have axes ({', '.join(axes)}) with {axis}={wanted} as in "
+                    f"{source}, got shape {array.shape}"
                 )
             if size == 0 and axis != "N":
                 raise ValueError(f"{key} must have {axis} >= 1, got shape {array.shape}")

@@ -1,8 +1,8 @@
 """The command line `mok-ref`.
 
-Bad input is one line on stderr and exit status 2, under mpiexec once for all ranks. A comparison that
-finds different bits is exit status 1. Commands import what they need when they run, so that `--help`
-stays quick and a machine without a GPU, MPI or matplotlib can use everything else.
+Bad input is one line on stderr and exit status 2, under mpiexec once for all ranks. A comparison
+that finds different bits is exit status 1. Commands import what they need when they run, so that
+`--help` stays quick and a machine without GPU, MPI or matplotlib can use everything else.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from mok_ref.launch import MpiJob, under_mpiexec
 
 if TYPE_CHECKING:
     from mok_ref.casefile import Case
-    from mok_ref.runner import RunResult, Settings
+    from mok_ref.runner import RunResult
 
 app = typer.Typer(
     name="mok-ref",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     help="A mixture-of-experts layer that has the same bits everywhere.",
 )
-golden_app = typer.Typer(no_args_is_help=True, help="Store and check golden cases.")
+golden_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Store and check golden cases."
+)
 app.add_typer(golden_app, name="golden")
 
 MORE_COMMANDS = ("mok_ref.training.commands", "mok_ref.planner.commands")
@@ -148,6 +151,8 @@ def verify(
             print(f"{len(checks)} runs, R={checks[-1].ranks} ...", end="\r", file=sys.stderr)
     enough = len(fitting) >= 2
     good = enough and not any(check.fault for check in checks)
+    if device == "cuda":
+        good &= _verify_intermediates(case, fitting, dtype)
     _print_checks(checks, skipped, len(case.w_gate), good, as_json)
     if not enough:
         print(f"fewer than two numbers of ranks compared: {fitting}", file=sys.stderr)
@@ -191,7 +196,7 @@ def schedule(
         minibatch=minibatch,
     )
     plan = make_plan(_read_or_make(input, sizes), settings)
-    ids = routes_of(plan)
+    ids, _ = routes_of(plan)
     traffic = traffic_of(plan, ids)
     if as_json:
         print(json.dumps({"ranks": plan.config.ep_size, "rows_pulled": traffic.tolist()}))
@@ -253,24 +258,33 @@ def build(
 def bench(
     device: Device = "cpu",
     sizes: Annotated[
-        str, typer.Option(help="Cases on the CPU: small, medium, or NxHxIxExK, comma-separated.")
-    ] = "small,medium",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks on the CPU.")] = "1,2,4",
-    repeats: Annotated[int, typer.Option(help="Runs of which the fastest counts.")] = 2,
-    backward: Annotated[bool, typer.Option("--backward/--forward", help="Gradients too.")] = True,
+        str | None, typer.Option(help="cpu: small, medium; cuda: table, small, all; or NxHxIxExK.")
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="cpu: numbers of ranks.")] = "1,2,4",
+    repeats: Annotated[int | None, typer.Option(help="Timed runs (2; cuda: 20).")] = None,
+    directions: Annotated[str, typer.Option(help="forward, or forward,backward.")] = (
+        "forward,backward"
+    ),
+    peers: Annotated[str, typer.Option(help="cuda: who runs beside it.")] = "dense,torch-eager",
+    output: Annotated[Path | None, typer.Option(help="cuda: JSON report, written here.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the layer: tokens/s and multiply-adds/s against ranks and size."""
-    from mok_ref.bench.cpu import bench_cpu, print_bench
-    from mok_ref.verify import parse_ranks
-
+    """Time the layer: on the CPU against ranks and size, on a GPU beside its peers."""
     _refuse_mpiexec("bench")
     if device == "cuda":
-        _bench_cuda(as_json)
+        from mok_ref.bench.commands import bench_cuda
+
+        sizes, repeats = sizes or "table", repeats or 20
+        if not bench_cuda(sizes, directions, peers, repeats, output, as_json):
+            raise typer.Exit(1)
         return
     if device != "cpu":
         raise ValueError(f"device must be one of cpu, cuda, got {device!r}")
-    timings = bench_cpu(sizes, parse_ranks(ranks), repeats, backward)
+    from mok_ref.bench.cpu import bench_cpu, print_bench
+    from mok_ref.verify import parse_ranks
+
+    backward = "backward" in directions.split(",")
+    timings = bench_cpu(sizes or "small,medium", parse_ranks(ranks), repeats or 2, backward)
     print_bench(timings, as_json)
 
 
@@ -407,8 +421,18 @@ def _print_checks(
     print("all bits equal" if good else "NOT verified")
 
 
-def _bench_cuda(as_json: bool) -> None:
-    raise NotImplementedError
+def _verify_intermediates(case: Case, ranks: list[int], dtype: str | None) -> bool:
+    """Schedule, ring rows, gate, up, h, y, out on the device against the reference."""
+    from mok_ref.verify import device_intermediates
+
+    good = True
+    for size in ranks:
+        for order in ("canonical", "round_robin"):
+            path, compared, fault = device_intermediates(case, size, order, dtype)
+            text = f"R={size} {order} {path}: {compared} tensors, {fault or 'all equal'}"
+            print(f"intermediates {text}", file=sys.stderr)
+            good &= not fault
+    return good
 
 
 def _missing_commands() -> list[Any]:

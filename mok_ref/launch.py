@@ -23,9 +23,9 @@ def under_mpiexec() -> bool:
 class MpiJob:
     """This process's part in an MPI job.
 
-    All ranks make it at the same point. The first rank that calls `fail` prints its message and ends
-    every process; later ones stay silent. Which rank is first is settled by a compare-and-swap on one
-    shared integer, because a rank that fails cannot count on hearing from the others.
+    All ranks make it at the same point. The first rank that calls `fail` prints its message and
+    ends every process; later ones stay silent. Which rank is first is settled by a compare-and-swap
+    on one shared integer, because a rank that fails cannot count on hearing from the others.
     """
 
     def __init__(self) -> None:

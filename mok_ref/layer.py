@@ -30,6 +30,7 @@ from mok_ref.numerics import BFLOAT16, Array, as_values, bf16_to_bits, to_bf16, 
 from mok_ref.ring import TokenRing
 from mok_ref.schedule import Minibatch, Schedule, build_schedule, forward_task_order, walk
 from mok_ref.tensor_core import tc
+from mok_ref.timing import stage, stage_time
 from mok_ref.validation import check_activations, check_forward, check_main_grad
 from mok_ref.workspace import Workspace, storage_dtype, to_storage
 
@@ -124,13 +125,15 @@ def moe_forward(
     workspace.publish_tokens(x, topk_ids, topk_weights)
     heap.barrier("forward, publishing tokens and routes")
     counts, all_ids = workspace.gather_routes()
-    schedule = build_schedule(config, heap.rank, all_ids, counts)
+    with stage_time("schedule"):
+        schedule = build_schedule(config, heap.rank, all_ids, counts)
     context = _new_context(
         config, workspace, schedule, x, topk_ids, topk_weights, weights, shared, save
     )
     context.own_workspace = own_workspace
     if context.shared is not None:
-        context.shared_rows = expert_forward(config, context.x, context.shared, routed=False)
+        with stage_time("shared expert"):
+            context.shared_rows = expert_forward(config, context.x, context.shared, routed=False)
     _run_routed_experts(context)
     heap.barrier("forward, pushing expert outputs")
     return _as_output(context, _combine(context)), context
@@ -221,6 +224,7 @@ def _within(rows: slice, first: int) -> slice:
     return slice(rows.start - first, rows.stop - first)
 
 
+@stage("gate/up")
 def _gate_up(
     context: Context, batch: Minibatch, x_rings: list[TokenRing], h_rows: np.ndarray
 ) -> None:
@@ -236,6 +240,7 @@ def _gate_up(
         context.up[kept] = to_storage(config, up[: kept.stop - kept.start])
 
 
+@stage("down")
 def _down(context: Context, batch: Minibatch, h_ring: TokenRing) -> None:
     """y of a minibatch, each row pushed into its own slot of the token's owner."""
     config, workspace = context.config, context.workspace
@@ -250,6 +255,7 @@ def _down(context: Context, batch: Minibatch, h_ring: TokenRing) -> None:
         )
 
 
+@stage("combine")
 def _combine(context: Context) -> Array:
     """Weighted sum of the slots that the experts' ranks filled."""
     shared_y = None if context.shared_rows is None else context.shared_rows.y
@@ -363,6 +369,7 @@ def _run_routed_backward(context: Context, grads: Gradients) -> None:
                     ring.retire(finished)
 
 
+@stage("row gradients")
 def _row_gradients(
     context: Context,
     batch: Minibatch,
@@ -405,6 +412,7 @@ def _gate_up_again(context: Context, expert: int, rows: slice, x: Array) -> tupl
     return expert_gate_up(context.config, x, context.experts[expert])
 
 
+@stage("weight gradients")
 def _weight_gradients(
     context: Context,
     batch: Minibatch,
@@ -429,6 +437,7 @@ def _weight_gradients(
             dw[expert] = weight_gradient(rows_out, rows_in, dw[expert], mode)
 
 
+@stage("shared backward")
 def _shared_backward(
     context: Context, dy: Array, grads: Gradients, main_grad: Gradients | None
 ) -> Array | None:

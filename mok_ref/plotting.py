@@ -53,7 +53,7 @@ def rank_colors(num_ranks: int) -> np.ndarray:
     import matplotlib
 
     if num_ranks <= 10:
-        return np.asarray(matplotlib.colormaps["tab10"].colors)[:num_ranks]
+        return matplotlib.colormaps["tab10"](np.arange(num_ranks))[:, :3]
     return matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, num_ranks))[:, :3]
 
 

@@ -20,11 +20,16 @@ from mok_ref.schedule import build_schedule, walk
 # Stages that happen once per minibatch: what a progress bar counts.
 MINIBATCH_STAGES = ("gate/up", "down", "row gradients", "weight gradients")
 WHOLE_STEPS = ("routing", "forward", "backward", "router gradient")
+INNER_STAGES = {
+    "forward": ("schedule", "shared expert", "pull", "gate/up", "down", "combine"),
+    "backward": ("row gradients", "weight gradients", "shared backward"),
+}
 
 
 def console() -> Console:
     """Standard output; in a pipe wide enough that nothing is folded."""
-    return Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=160)
+    width = None if sys.stdout.isatty() else 160
+    return Console(width=width, markup=False, highlight=False)
 
 
 def table(title: str | None, *columns: str) -> Table:
@@ -62,6 +67,14 @@ def tokens_per_second(result: RunResult) -> float:
     return result.plan.case.num_tokens / seconds if seconds > 0 else 0.0
 
 
+def stage_order(result: RunResult) -> list[str]:
+    """Whole steps, each followed by the stages inside it; "pull" counts backward's pulls too."""
+    order: list[str] = []
+    for step in WHOLE_STEPS:
+        order += [step, *INNER_STAGES.get(step, ())]
+    return [name for name in order if name in result.stages]
+
+
 def print_run(result: RunResult) -> None:
     """Tables of a run: rows per rank, time per stage, digests."""
     out, plan = console(), result.plan
@@ -73,9 +86,9 @@ def print_run(result: RunResult) -> None:
         ranks.add_row(*map(str, (*cells, routed[rank], padded[rank])))
     out.print(ranks)
     stages = table("Stages (slowest rank)", "stage", ">ms")
-    for name, seconds in result.stages.items():
+    for name in stage_order(result):
         indent = "" if name in WHOLE_STEPS else "  "
-        stages.add_row(f"{indent}{name}", f"{1e3 * seconds:.2f}")
+        stages.add_row(f"{indent}{name}", f"{1e3 * result.stages[name]:.2f}")
     out.print(stages)
     out.print(f"path {result.path}, {tokens_per_second(result):.0f} tokens/s")
     tensors = table("Tensors", "name", "dtype", "shape", "sha-256")

@@ -1,27 +1,21 @@
-"""Run a case on virtual ranks, under mpiexec or on the GPU, and gather what the whole batch gave."""
+"""Run a case on virtual ranks, under mpiexec or on the GPU, and gather the batch's results."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from mok_ref.casefile import (
-    OUTPUT_EXPERTS,
-    OUTPUT_REPLICATED,
-    OUTPUT_TOKENS,
-    Case,
-)
-from mok_ref.chain import ordered_chain
+from mok_ref.case_router import DeviceCaseRouter, ReferenceRouter
+from mok_ref.casefile import OUTPUT_EXPERTS, OUTPUT_REPLICATED, OUTPUT_TOKENS, Case
 from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.experts import ExpertWeights
 from mok_ref.heap import run_on_world, run_ranks
 from mok_ref.layer import moe_backward, moe_forward
-from mok_ref.numerics import as_values, to_bf16
-from mok_ref.routing import route_backward, route_forward, router_dx, router_logits
+from mok_ref.numerics import canonical_nan
+from mok_ref.routing import RoutingOptions
 from mok_ref.schedule import default_splits
 from mok_ref.testing import digest, random_bf16, random_routes, tensor_digest
 from mok_ref.timing import StageClock, stage_time
@@ -184,25 +178,25 @@ def run_rank(plan: Plan, heap: Any, after_stage: Callable[[str], None] | None = 
     tokens, experts = plan.tokens_of(heap.rank), config.experts_of(heap.rank)
     weights = ExpertWeights(*(to_device(w[experts]) for w in (case.w_gate, case.w_up, case.w_down)))
     shared = None if case.shared is None else ExpertWeights(*map(to_device, case.shared))
-    x = to_device(case.x[tokens])
+    x, router = to_device(case.x[tokens]), _router(plan, heap, tokens)
     clock = StageClock(after_stage)
     with clock.running():
         with stage_time("routing"):
-            ids, topk_weights, saved = _route(plan, tokens, x, to_device)
-        with stage_time("forward"):
-            y, context = moe_forward(
-                config, heap, x, ids, topk_weights, weights, shared, save=plan.settings.save
+            ids, topk_weights = (
+                _routes(case, tokens, to_device) if router is None else router.forward()
             )
-            _synchronize(heap)
-        tensors: dict[str, Any] = {"y": y}
-        if saved is not None:
-            tensors.update(topk_ids=ids, topk_weights=topk_weights)
+        with stage_time("forward"):
+            save = plan.settings.save
+            y, context = moe_forward(config, heap, x, ids, topk_weights, weights, shared, save=save)
+            _synchronize(heap, config)
+        tensors: dict[str, Any] = {"y": y, "topk_ids": ids}
+        if router is not None:
+            tensors["topk_weights"] = topk_weights
         if plan.settings.backward:
             assert case.dy is not None
             dy = to_device(case.dy[tokens])
-            tensors.update(_backward(plan, heap, context, dy, x, saved, to_device))
+            tensors.update(_backward(config, heap, context, dy, router))
     host = {name: to_host(value) for name, value in tensors.items() if value is not None}
-    host["topk_ids"] = to_host(ids)
     return RankResult(host, clock.seconds, getattr(context, "path", "reference"))
 
 
@@ -215,65 +209,49 @@ def _transfer(heap: Any) -> tuple[Callable[[Any], Any], Callable[[Any], np.ndarr
     return cupy.asarray, cupy.asnumpy
 
 
-def _synchronize(heap: Any) -> None:
+def _synchronize(heap: Any, config: MoEConfig) -> None:
     """On a GPU: wait for the step and raise what the device reported."""
-    check = getattr(heap, "check", None)
-    if check is not None:
-        check()
+    if heap.device == "cuda":
+        heap.check(config.top_k)
 
 
-def _route(plan: Plan, tokens: slice, x: Any, to_device: Callable[[Any], Any]) -> Any:
-    """(ids, weights, what the router's backward needs or None) of this rank's tokens."""
-    case = plan.case
-    if case.topk_ids is not None and case.topk_weights is not None:
-        return to_device(case.topk_ids[tokens]), to_device(case.topk_weights[tokens]), None
-    assert case.routing is not None
-    if case.logits is not None:
-        logits = to_device(case.logits[tokens])
-    else:
-        w_router = as_values(to_device(case.w_router))
-        logits = router_logits(as_values(x), w_router, plan.config.arithmetic)
-    return route_forward(logits, case.routing)
+def _router(plan: Plan, heap: Any, tokens: slice) -> Any:
+    """The case's router on this rank; None where ids are given."""
+    if plan.case.routing is None:
+        return None
+    if heap.device == "cpu":
+        return ReferenceRouter(plan.case, heap, tokens, plan.config.arithmetic)
+    return DeviceCaseRouter(plan.case, heap, tokens, int(plan.splits.max()))
 
 
-def _backward(
-    plan: Plan,
-    heap: Any,
-    context: Any,
-    dy: Any,
-    x: Any,
-    saved: Any,
-    to_device: Callable[[Any], Any],
-) -> dict[str, Any]:
+def _routes(case: Case, tokens: slice, to_device: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The given ids and weights of this rank's tokens."""
+    assert case.topk_ids is not None and case.topk_weights is not None
+    return to_device(case.topk_ids[tokens]), to_device(case.topk_weights[tokens])
+
+
+def _backward(config: MoEConfig, heap: Any, context: Any, dy: Any, router: Any) -> dict[str, Any]:
     """All gradients of this rank by output name."""
-    mode, router = plan.config.arithmetic, plan.case.w_router
-    w_router = None if router is None else as_values(to_device(router))
-    from_router: dict[str, Any] = {}
-
-    def router_share(d_topk_weights: Any) -> Any:
-        from_router["d_logits"] = route_backward(saved, d_topk_weights)
-        return router_dx(from_router["d_logits"], w_router, mode)
-
+    has_dx = router is not None and router.has_weights
     with stage_time("backward"):
-        grads = moe_backward(context, dy, None, None if w_router is None else router_share)
-        _synchronize(heap)
-    with stage_time("router gradient"):
-        if saved is not None and w_router is None:
-            from_router["d_logits"] = route_backward(saved, grads.d_topk_weights)
-        if w_router is not None:
-            name = "run/dw_router"
-            heap.alloc(name, w_router.shape, np.float64 if mode == "float64" else np.float32)
-            d_logits = to_bf16(from_router["d_logits"])
-            from_router["dw_router"] = ordered_chain(heap, name, d_logits, as_values(x), None, mode)
-            heap.free(name)
+        grads = moe_backward(context, dy, None, router.share if has_dx else None)
+        _synchronize(heap, config)
     names = ("dx", "d_topk_weights", *OUTPUT_EXPERTS, *OUTPUT_REPLICATED[:3])
-    return {**{name: getattr(grads, name) for name in names}, **from_router}
+    found = {name: getattr(grads, name) for name in names}
+    if router is not None:
+        with stage_time("router gradient"):
+            if not has_dx:
+                router.share(grads.d_topk_weights)
+            found.update(router.gradients())
+            _synchronize(heap, config)
+    return found
 
 
-def routes_of(plan: Plan) -> np.ndarray:
-    """(N, K) expert ids of the whole batch, given or chosen by the case's router."""
-    ids, _, _ = _route(plan, slice(None), plan.case.x, np.ascontiguousarray)
-    return ids
+def routes_of(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """(N, K) expert ids and weights of the whole batch, given or chosen by the case's router."""
+    if plan.case.routing is None:
+        return _routes(plan.case, slice(None), np.ascontiguousarray)
+    return ReferenceRouter(plan.case, None, slice(None), plan.config.arithmetic).forward()
 
 
 def traffic_of(plan: Plan, topk_ids: np.ndarray) -> np.ndarray:
@@ -341,6 +319,7 @@ def assemble(plan: Plan, results: list[RankResult]) -> RunResult:
     for name in OUTPUT_REPLICATED:
         if name in shares[0]:
             tensors[name] = shares[0][name]
+    tensors = {name: canonical_nan(tensor) for name, tensor in tensors.items()}
     topk_ids = tensors["topk_ids"] if plan.case.routing else tensors.pop("topk_ids")
     names = [name for result in results for name in result.stages]
     slowest = {name: max(r.stages.get(name, 0.0) for r in results) for name in dict.fromkeys(names)}
@@ -393,8 +372,6 @@ class RandomCase:
             shared = ExpertWeights(*gate_up, bits(wide[::-1], self.shared_size))
             case = replace(case, shared=shared)
         if self.router:
-            from mok_ref.routing import RoutingOptions
-
             options = RoutingOptions(self.top_k, renormalize=True)
             options.check_num_experts(experts)
             return replace(case, w_router=bits((experts, hidden), hidden), routing=options)

@@ -26,7 +26,8 @@ SUBNORMAL_ULP = -149
 _NO_EXPONENT = -16384  # code for "this product is zero"; two of them still fit int16
 _FLOAT32_SAFE_LOW = -90  # alignment exponents between which float32 products lose nothing
 _FLOAT32_SAFE_HIGH = 100
-_TILE_M, _TILE_N = 64, 256  # a block of outputs whose work arrays stay in the L2 cache
+_TILE_M = 64  # rows of a block of outputs
+_TILE_AREA = 16384  # outputs of a block: its work arrays stay in the L2 cache
 _CUPY_TILE = 4096
 _MANTISSA_24 = np.int64(-(1 << 29))  # float64 bits that survive truncation to 24 bits
 
@@ -72,7 +73,7 @@ def _tc_exact(a: Array, b: Array, c: Array | None) -> Array:
     if a.shape[1] == 0:  # no group: the chain ends where it started
         return out if c is None else to_float32(c).copy()
     left, right = _Operand(a), _Operand(b)
-    tile_m, tile_n = (_TILE_M, _TILE_N) if xp is np else (_CUPY_TILE, _CUPY_TILE)
+    tile_m, tile_n = _tile_shape(rows) if xp is np else (_CUPY_TILE, _CUPY_TILE)
     with np.errstate(all="ignore"):
         for i in range(0, rows, tile_m):
             for j in range(0, columns, tile_n):
@@ -80,6 +81,12 @@ def _tc_exact(a: Array, b: Array, c: Array | None) -> Array:
                 start = None if c is None else to_float64(c[block])
                 out[block] = _tile(left.part(block[0]), right.part(block[1]), start)
     return out
+
+
+def _tile_shape(rows: int) -> tuple[int, int]:
+    """Rows and columns of a block: few rows get wide blocks. No bit depends on it."""
+    tile_m = min(_TILE_M, max(1, rows))
+    return tile_m, _TILE_AREA // tile_m
 
 
 class _Operand:

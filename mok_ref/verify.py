@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mok_ref.casefile import OUTPUT_EXPERTS, Case
-from mok_ref.runner import RandomCase, RunResult, Settings, make_plan, run_virtual
+from mok_ref.experts import ExpertWeights
+from mok_ref.runner import RandomCase, RunResult, Settings, make_plan, routes_of, run_virtual
 from mok_ref.testing import assert_bitwise_equal
 
 # Ring sizes and what forward saves; none of them may change a bit.
@@ -34,7 +35,7 @@ class Check:
 
 
 def default_case() -> Case:
-    """E = 72, N = 1152, a router and a shared expert of its own width: 1, 2, 3, ..., 72 ranks fit."""
+    """E = 72, N = 1152, a router, a shared expert of its own width: 1, 2, 3, 4, 8, 72 ranks fit."""
     return RandomCase(
         num_tokens=1152,
         hidden_size=32,
@@ -143,3 +144,20 @@ def first_difference(
         except AssertionError as error:
             return str(error)
     return ""
+
+
+def device_intermediates(
+    case: Case, ranks: int, order: str, dtype: str | None
+) -> tuple[str, int, str]:
+    """Every intermediate of a forward step on the GPU: (path, tensors compared, first fault)."""
+    from mok_ref.gpu.verify import Batch, check_forward
+    from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
+
+    settings = Settings(ranks=ranks, order=order, dtype=dtype, placement="even", device="cuda")
+    plan = make_plan(replace(case, splits=None), settings)
+    weights = ExpertWeights(case.w_gate, case.w_up, case.w_down)
+    batch = Batch(case.x, *routes_of(plan), weights, case.shared, plan.splits)
+    results = run_virtual_cuda_ranks(ranks, lambda heap: check_forward(plan.config, heap, batch))
+    findings = [finding for _, found in results for finding in found]
+    faults = [str(finding) for finding in findings if finding.differing]
+    return results[0][0], len(findings), faults[0] if faults else ""

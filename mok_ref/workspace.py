@@ -13,6 +13,7 @@ from mok_ref.mxfp8 import dequantize, num_blocks, quantize
 from mok_ref.numerics import BFLOAT16, as_values, bf16_to_bits, to_float64
 from mok_ref.ring import TokenRing
 from mok_ref.schedule import Minibatch, Schedule
+from mok_ref.timing import stage
 
 
 def storage_dtype(config: MoEConfig) -> np.dtype:
@@ -69,6 +70,7 @@ class TokenBuffer:
     def rings(self, capacity: int) -> list[TokenRing]:
         return [TokenRing(capacity, width, dtype) for width, dtype in self._columns.values()]
 
+    @stage("pull")
     def pull(self, schedule: Schedule, batch: Minibatch, rings: list[TokenRing]) -> None:
         """Fill a minibatch's ring slots from the owners' memory."""
         heap, top_k = self._heap, self._config.top_k

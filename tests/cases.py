@@ -51,7 +51,15 @@ def _repeated(rng: np.random.Generator, tokens: int, experts: int, top_k: int) -
     return rng.integers(-1, experts, (tokens, top_k), dtype=np.int32)
 
 
+def _skewed(rng: np.random.Generator, tokens: int, experts: int, top_k: int) -> np.ndarray:
+    """Holes, and half of the routes go to a twelfth of the experts: long and short segments."""
+    ids = _holes(rng, tokens, experts, top_k)
+    busy = rng.integers(0, max(1, experts // 12), ids.shape, dtype=np.int32)
+    return np.where((ids >= 0) & (rng.random(ids.shape) < 0.5), busy, ids)
+
+
 PATTERNS: dict[str, Pattern] = {
+    "skewed": _skewed,
     "random": _random,
     "holes": _holes,
     "first-quarter": _first_quarter,

@@ -36,21 +36,26 @@ def _pad16(values: np.ndarray) -> np.ndarray:
     return np.pad(values, ((0, 0), (0, -values.shape[1] % 16)))
 
 
-def dense_layer(case: Case) -> dict[str, np.ndarray]:
-    """y and all gradients as bits: bf16 as uint16, dW and d_topk_weights as float32."""
+def dense_layer(case: Case, start: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """y and all gradients as bits: bf16 as uint16, dW and d_topk_weights as float32.
+
+    start   dW to continue, by name, or None for +0
+    """
     s = case.sizes
     quant = mxfp8 if s.dtype == "mxfp8" else (lambda v: v)
     x, dy = as_values(case.x), as_values(case.dy)
     y_slots = np.zeros((*case.topk_ids.shape, s.hidden), FLOAT)
     dx_slots, d_weights = np.zeros_like(y_slots), np.zeros(case.topk_ids.shape, FLOAT)
     dw: dict[str, list[np.ndarray]] = {"dw_gate": [], "dw_up": [], "dw_down": []}
+    start = start or {}
     for e in range(s.experts):
         rows = canonical_rows(case.topk_ids, e)
         token, slot = (np.array([r[i] for r in rows], int) for i in (0, 1))
         weights = [quant(as_values(w[e])) for w in case.weights]
         weight = case.topk_weights[token, slot]
+        before = [start[name][e] if start else None for name in dw]
         y, dx, d_weight, *grads = _expert(
-            quant(x[token]), quant(dy[token]), weights, weight, s.limit, quant
+            quant(x[token]), quant(dy[token]), weights, weight, s.limit, quant, before
         )
         y_slots[token, slot], dx_slots[token, slot], d_weights[token, slot] = y, dx, d_weight
         for name, value in zip(dw, grads, strict=True):
@@ -59,7 +64,8 @@ def dense_layer(case: Case) -> dict[str, np.ndarray]:
     y_acc = dx_acc = np.zeros_like(x)
     if case.shared is not None:
         shared = [as_values(w) for w in case.shared]
-        y_acc, dx_acc, _, *grads = _expert(x, dy, shared, None, s.limit, lambda v: v)
+        before = [start.get(f"shared_{name}") for name in dw]
+        y_acc, dx_acc, _, *grads = _expert(x, dy, shared, None, s.limit, lambda v: v, before)
         out |= {f"shared_{name}": g for name, g in zip(dw, grads, strict=True)}
     for k in range(s.top_k):
         routed = case.topk_ids[:, k, None] >= 0
@@ -74,7 +80,8 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return values.astype(ml_dtypes.bfloat16).view(np.uint16)
 
 
-def _expert(x, dy, weights, weight, limit, quant):
+@np.errstate(all="ignore")
+def _expert(x, dy, weights, weight, limit, quant, before):
     """One expert on its rows: y, dx, d_weight, dW_gate, dW_up, dW_down."""
     w_gate, w_up, w_down = weights
     gate, up = bf16(tc(x, w_gate)), bf16(tc(x, w_up))
@@ -98,7 +105,9 @@ def _expert(x, dy, weights, weight, limit, quant):
     w_both = np.concatenate([_pad16(w_gate.T), _pad16(w_up.T)], axis=1)
     dx = bf16(tc(both, w_both))
     d_weight = np.array([dot128_by_loops(p) for p in dhu * h], FLOAT)
-    return y, dx, d_weight, tc(d_gate.T, x.T), tc(d_up.T, x.T), tc(dy.T, hw.T)
+    chains = ((d_gate, x), (d_up, x), (dy, hw))
+    dw = [tc(a.T, b.T, c) for (a, b), c in zip(chains, before, strict=True)]
+    return y, dx, d_weight, *dw
 
 
 # --------------------------------------------------------------------------- error bounds

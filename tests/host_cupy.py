@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-
 from gpu.host_cuda import HostKernels
 
 LAUNCH = threading.Lock()
@@ -32,7 +31,7 @@ class Address:
         self.ptr = ptr
 
 
-class ndarray(np.ndarray):  # noqa: N801  (CuPy's name)
+class ndarray(np.ndarray):
     """A NumPy array that answers CuPy's questions."""
 
     @property
@@ -141,6 +140,7 @@ def make_module() -> types.ModuleType:
         "full": lambda shape, value, dtype=None: _own(np.full(shape, value, dtype)),
         "array": lambda values, dtype=None: _own(np.array(values, dtype)),
         "asarray": lambda values, dtype=None: _own(np.array(values, dtype)),
+        "asnumpy": lambda array: np.array(array),
         "ascontiguousarray": lambda values: _own(np.ascontiguousarray(values)),
         "cuda": types.SimpleNamespace(
             Stream=Stream,

@@ -13,7 +13,13 @@ from mok_ref.gpu.workspace import buffer_table, derive_sizes, workspace_bytes
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 
-C_TYPES = {"i32": np.int32, "u32": np.uint32, "u64": np.uint64, "i64": np.int64, "float": np.float32}
+C_TYPES = {
+    "i32": np.int32,
+    "u32": np.uint32,
+    "u64": np.uint64,
+    "i64": np.int64,
+    "float": np.float32,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +35,9 @@ def test_support_kernels_compile_without_spills(arch: str) -> None:
     assert {"rank_barrier", "schedule_fill", "combine_forward_8", "stage_inputs"} <= names
     for kernel in usage:
         assert kernel.registers > 0
-        assert kernel.spill_store_bytes == kernel.spill_load_bytes == kernel.stack_bytes == 0, kernel
+        assert kernel.spill_store_bytes == kernel.spill_load_bytes == kernel.stack_bytes == 0, (
+            kernel
+        )
 
 
 def test_cache_hit_returns_the_same_file_without_compiling(monkeypatch) -> None:
@@ -133,7 +141,12 @@ def test_timeout_message_names_rank_peer_phase_and_epoch() -> None:
     record["rank"], record["peer"], record["phase"] = 2, 3, 1
     record["epoch"], record["expected"], record["seen"], record["wait_us"] = 7, 7, 6, 5_000_000
     text = errors.timeout_message(record)
-    for part in ("rank 2 waited 5.00 s for rank 3", "before the forward kernel", "epoch 7", "seen 6"):
+    for part in (
+        "rank 2 waited 5.00 s for rank 3",
+        "before the forward kernel",
+        "epoch 7",
+        "seen 6",
+    ):
         assert part in text
     record["peer"], record["phase"], record["counter"] = -1, 8, 11
     assert "counter 11 expected 7, seen 6" in errors.timeout_message(record)

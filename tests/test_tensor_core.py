@@ -67,7 +67,9 @@ def test_mixed_exponents_and_subnormal_results() -> None:
     rng = np.random.default_rng(11)
     exponents = rng.integers(-133, 64, (40, 16))
     a = to_bf16((rng.standard_normal((40, 16)) * 2.0**exponents).astype(np.float32))
-    b = to_bf16((rng.standard_normal((5, 16)) * 2.0 ** rng.integers(-133, 60, (5, 16))).astype("f4"))
+    b = to_bf16(
+        (rng.standard_normal((5, 16)) * 2.0 ** rng.integers(-133, 60, (5, 16))).astype("f4")
+    )
     c = np.full((40, 5), 1e-44, np.float32)
     c[::2] = np.float32(-3e38)
     result = tc(a, b, c)
@@ -82,7 +84,7 @@ def test_single_products_exhaustively() -> None:
     values = bits_to_bf16(np.arange(65536, dtype=np.uint16))
     values = values[np.isfinite(values)]
     others = values[np.random.default_rng(12).integers(0, len(values), 60)]
-    others[:4] = (1.0, -0.0, 1e-40, 3e38)
+    others[:4] = to_bf16(np.float32([1.0, -0.0, 1e-40, 3e38]))
     with np.errstate(all="ignore"):
         exact = values[:, None].astype(np.float64) * others.astype(np.float64)
         nearest = exact.astype(np.float32)

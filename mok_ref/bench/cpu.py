@@ -1,4 +1,4 @@
-"""Speed of the reference on this machine's cores: tokens/s and multiply-adds/s against R and size."""
+"""Speed of the reference on the CPU: tokens/s and multiply-adds/s against R and size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def parse_size(text: str) -> RandomCase:
         return SIZES[text]
     if not re.fullmatch(r"\d+(x\d+){4}", text):
         raise ValueError(f"sizes must be {', '.join(SIZES)} or NxHxIxExK, got {text!r}")
-    return RandomCase(*(int(number) for number in text.split("x")))
+    tokens, hidden, inner, experts, top_k = (int(number) for number in text.split("x"))
+    return RandomCase(tokens, hidden, inner, experts, top_k)
 
 
 def multiply_adds(size: RandomCase) -> int:

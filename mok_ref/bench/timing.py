@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ def _launches(call: Callable[[], Any], count: int, warm: int) -> list[float]:
         call()
         mark.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
 def _estimate_ms(call: Callable[[], Any]) -> float:

@@ -1,11 +1,12 @@
 """Find, digest, compile, cache and load the kernels of `cuda_src/`.
 
-Compiling needs cuda-core and NVRTC but no GPU. A cubin is cached on disk under a name that digests every
-file of `cuda_src/`, every flag and the compiler's version, so a stale cubin cannot be loaded. Files are
-written under a temporary name and renamed: concurrent ranks may compile the same kernel, none sees a half.
+Compiling needs cuda-core and NVRTC but no GPU. A cubin is cached on disk under a name that digests
+every file of `cuda_src/`, every flag and the compiler's version, so a stale cubin cannot be loaded.
+Files are written under a temporary name and renamed: concurrent ranks may compile the same kernel,
+none sees a half.
 
-CuPy's own `RawModule(code=...)` is not used: it adds `-ftz=true` after the caller's options, which the
-contract forbids (section 2), and it knows no `sm_90a`.
+CuPy's own `RawModule(code=...)` is not used: it adds `-ftz=true` after the caller's options, which
+the contract forbids (section 2), and it knows no `sm_90a`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +28,10 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_
 
 FLAGS = ("std=c++17", "ftz=false", "fmad=false", "prec-div=true", "prec-sqrt=true")
 """Arithmetic flags, part of every cache key; `compile_cubin` passes exactly these."""
+
+_COMPILING = threading.Lock()
+"""Virtual ranks are threads: one of them imports and runs the compiler, the others find the
+file."""
 
 INSTALL_HINT = "pip install 'mok-ref[gpu]'"
 
@@ -117,28 +123,32 @@ def compile_cubin(source_name: str, arch: str = "sm_90a", macros: tuple[str, ...
 
     macros   definitions "NAME=VALUE" (or "NAME"), order is part of the key
 
-    Raises: ValueError for an unknown source, target or malformed macro; RuntimeError with the compiler's
+    Raises: ValueError for an unknown source, target or malformed macro; RuntimeError with the
+    compiler's
             log when the source does not compile.
     """
     _check_request(source_name, arch, macros)
     key = cache_key(source_name, arch, macros)
     path = cache_dir() / f"{Path(source_name).stem}-{arch}-{key[:32]}.cubin"
-    if not path.is_file():
-        cubin, log = _compile(source_name, arch, macros)
-        usage = [asdict(kernel) for kernel in parse_ptxas_log(log)]
-        _write_atomically(path.with_suffix(".json"), json.dumps(usage, indent=1).encode())
-        _write_atomically(path, cubin)
+    with _COMPILING:
+        if not path.is_file():
+            cubin, log = _compile(source_name, arch, macros)
+            usage = [asdict(kernel) for kernel in parse_ptxas_log(log)]
+            _write_atomically(path.with_suffix(".json"), json.dumps(usage, indent=1).encode())
+            _write_atomically(path, cubin)
     return path
 
 
 def resource_usage(cubin_path: Path) -> list[KernelUsage]:
-    """Registers, static shared memory and spills of each kernel, as recorded when it was compiled."""
+    """Registers, static shared memory and spills of each kernel, as recorded when it was
+    compiled."""
     recorded = json.loads(cubin_path.with_suffix(".json").read_text(encoding="utf-8"))
     return [KernelUsage(**kernel) for kernel in recorded]
 
 
 def parse_ptxas_log(log: str) -> list[KernelUsage]:
-    """Kernels in a `ptxas -v` log, sorted by name; device functions that are no kernels are left out."""
+    """Kernels in a `ptxas -v` log, sorted by name; device functions that are no kernels are left
+    out."""
     kernels = []
     sections = re.split(r"Compiling entry function '([^']+)'", log)
     for name, text in zip(sections[1::2], sections[2::2], strict=True):
@@ -182,8 +192,8 @@ def device_arch() -> str:
 def load_module(source_name: str, arch: str | None = None, macros: tuple[str, ...] = ()) -> Any:
     """CuPy module of a source, compiled for the current device; one per process and variant.
 
-    CuPy loads it into a device lazily: call `load_kernel` on every rank before the first barrier, so that no
-    rank waits for another one's compiler.
+    CuPy loads it into a device lazily: call `load_kernel` on every rank before the first barrier,
+    so that no rank waits for another one's compiler.
     """
     import cupy
 
@@ -194,7 +204,8 @@ def load_module(source_name: str, arch: str | None = None, macros: tuple[str, ..
 def load_kernel(
     source_name: str, kernel: str, macros: tuple[str, ...] = (), smem_bytes: int = 0
 ) -> Any:
-    """Kernel `kernel` of a source, ready to launch; `smem_bytes` is its dynamic shared memory limit."""
+    """Kernel `kernel` of a source, ready to launch; `smem_bytes` is its dynamic shared memory
+    limit."""
     function = load_module(source_name, None, macros).get_function(kernel)
     if smem_bytes > 48 * 1024:
         function.max_dynamic_shared_size_bytes = smem_bytes

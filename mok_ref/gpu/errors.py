@@ -1,7 +1,7 @@
 """What the device reports, in words: expired waits and bad inputs.
 
-CUDA twin: cuda_src/check.cuh. A time-out is written by the kernel into pinned host memory, so it can be
-read whatever state the device is in. Bad inputs are kept in device memory, the first one in
+CUDA twin: cuda_src/check.cuh. A time-out is written by the kernel into pinned host memory, so it
+can be read whatever state the device is in. Bad inputs are kept in device memory, the first one in
 (kind, token, slot) order, until the next call that synchronises.
 """
 
@@ -54,6 +54,7 @@ class DeviceStatus:
         import cupy
 
         self.rank = rank
+        self.top_k = 1  # of the latest step: how a route's index splits into token and slot
         self.timeout_ns = int(timeout_s * 1e9)
         self._pinned = cupy.cuda.alloc_pinned_memory(ERROR_RECORD.itemsize)
         self.record = np.frombuffer(self._pinned, ERROR_RECORD, 1)
@@ -70,10 +71,11 @@ class DeviceStatus:
         if int(self.record["code"][0]):
             raise MokTimeoutError(timeout_message(self.record[0]))
 
-    def check(self, top_k: int = 1) -> None:
+    def check(self, top_k: int | None = None) -> None:
         """Wait for the current stream, then raise what the device has reported.
 
-        A bad input is reported once and then forgotten; an expired wait stays: the rank has given up.
+        A bad input is reported once and then forgotten; an expired wait stays: the rank has given
+        up.
 
         Raises: MokTimeoutError; ValueError naming token, slot and value of the first bad input.
         """
@@ -84,7 +86,7 @@ class DeviceStatus:
         word = int(self.words.get()[2])
         if word != NO_INPUT_ERROR:
             self.words[2] = NO_INPUT_ERROR
-            raise ValueError(input_message(word, top_k, self.rank))
+            raise ValueError(input_message(word, top_k or self.top_k, self.rank))
 
     def clear(self) -> None:
         """Forget everything reported (tests; a new step after all ranks have agreed on it)."""
@@ -100,18 +102,21 @@ def timeout_message(record: Any) -> str:
     peer, epoch = int(record["peer"]), int(record["epoch"])
     if peer >= 0:
         return (
-            f"rank {int(record['rank'])} waited {seconds:.2f} s for rank {peer} in {phase}, epoch {epoch}: "
+            f"rank {int(record['rank'])} waited {seconds:.2f} s for rank {peer} in {phase}, "
+            f"epoch {epoch}: "
             f"arrivals expected {int(record['expected'])}, seen {int(record['seen'])}; "
             f"rank {peer} is dead, stuck or late"
         )
     return (
-        f"rank {int(record['rank'])} waited {seconds:.2f} s in {phase}: counter {int(record['counter'])} "
-        f"expected {int(record['expected'])}, seen {int(record['seen'])}, epoch {epoch}"
+        f"rank {int(record['rank'])} waited {seconds:.2f} s in {phase}: "
+        f"counter {int(record['counter'])} expected {int(record['expected'])}, "
+        f"seen {int(record['seen'])}, epoch {epoch}"
     )
 
 
 def input_message(word: int, top_k: int, rank: int) -> str:
-    """One line for an input-error word: kind in bits 62..60, token * K + slot above 32, value bits below."""
+    """One line for an input-error word: kind in bits 62..60, token * K + slot above 32, value bits
+    below."""
     kind, index, bits = word >> 60 & 7, word >> 32 & 0x0FFFFFFF, word & 0xFFFFFFFF
     token, slot = divmod(index, top_k)
     where = f"rank {rank}, token {token}, slot {slot}"

@@ -23,9 +23,10 @@ THREADS = 384
 
 STAGES = 4
 STAGE_BYTES = 3 * ROW_TILE * 64 * 2
-TILE_SLOTS = 8
-SHARED_BYTES = STAGES * STAGE_BYTES + 16 * STAGES + (4 * 8 + 8 + 32) * TILE_SLOTS
-"""Dynamic shared memory of a CTA (kForwardSharedBytes): operand ring, barriers, tile queue."""
+STAGING_BYTES = 2 * ROW_TILE * 64 * 2
+TILE_SLOTS = 4
+SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + STAGING_BYTES + (32 + 4 * 8) * TILE_SLOTS + 4 * 8
+"""Dynamic shared memory of a CTA (kForwardSharedBytes): operand ring, staging, tile queue, barriers."""
 
 TICKET_WORDS = 64
 
@@ -95,24 +96,9 @@ def encode_tiled(pointer: int, dims: tuple, strides: tuple, box: tuple) -> np.nd
     return np.array([int(word) for word in tensor_map.opaque], np.uint64)
 
 
-def encode_rows(pointer: int, rows: int, depth: int) -> np.ndarray:
-    """Map of a row-major [rows, depth] operand A: boxes of 64 rows x 64 elements along K."""
-    return encode_tiled(pointer, (depth, rows), (depth * 2,), (64, 64))
-
-
-def encode_weights(pointer: int, rows: int, depth: int, permuted: bool) -> np.ndarray:
-    """Map of row-major [rows, depth] weights: boxes of 128 rows x 64 elements along K.
-
-    permuted   row 32 j + 8 q + 2 u + b lands in row 32 j + 8 u + 2 q + b of the tile, so that an accumulator
-               thread owns 8 adjacent output columns; `rows` is a multiple of 32 then. Coordinates of the
-               kernel: (k, 0, 0, 0, row / 32), else (k, row, 0, 0, 0).
-    """
-    stride = depth * 2
-    if permuted:
-        dims = (depth, 2, 4, 4, rows // 32)
-        return encode_tiled(pointer, dims, (stride, 8 * stride, 2 * stride, 32 * stride), (64, 2, 4, 4, 4))
-    whole = rows * stride
-    return encode_tiled(pointer, (depth, rows, 1, 1, 1), (stride, whole, whole, whole), (64, 128, 1, 1, 1))
+def encode_operand(pointer: int, rows: int, depth: int, box_rows: int) -> np.ndarray:
+    """Map of a row-major [rows, depth] operand: boxes of `box_rows` rows x 64 elements along K."""
+    return encode_tiled(pointer, (depth, rows), (depth * 2,), (64, box_rows))
 
 
 def encode_forward_maps(params: np.ndarray, x: int) -> np.ndarray:
@@ -122,20 +108,23 @@ def encode_forward_maps(params: np.ndarray, x: int) -> np.ndarray:
     ring_rows = int(params["macro_blocks"]) * ROW_TILE
     max_tokens = int(params["max_tokens"])
     maps = np.zeros(1, FORWARD_MAPS)
+
+    def encode(name: str, rows: int, depth: int, box_rows: int, pointer: int | None = None) -> None:
+        address = int(params[name]) if pointer is None else pointer
+        maps[name] = encode_operand(address, rows, depth, box_rows)
+
     if experts > 0:
-        maps["x_ring"] = encode_rows(int(params["x_ring"]), ring_rows, hidden)
-        maps["h_ring"] = encode_rows(int(params["h_ring"]), ring_rows, width)
-        for name in ("w_gate", "w_up"):
-            maps[name] = encode_weights(int(params[name]), experts * width, hidden, width % 32 == 0)
-        maps["w_down"] = encode_weights(int(params["w_down"]), experts * hidden, width, hidden % 32 == 0)
+        encode("x_ring", ring_rows, hidden, 64)
+        encode("h_ring", ring_rows, width, 64)
+        encode("w_gate", experts * width, hidden, 128)
+        encode("w_up", experts * width, hidden, 128)
+        encode("w_down", experts * hidden, width, 128)
     if shared_width > 0 and max_tokens > 0:
-        maps["x"] = encode_rows(x, max_tokens, hidden)
-        maps["shared_h"] = encode_rows(int(params["shared_h"]), max_tokens, shared_width)
-        for name in ("shared_w_gate", "shared_w_up"):
-            maps[name] = encode_weights(int(params[name]), shared_width, hidden, shared_width % 32 == 0)
-        maps["shared_w_down"] = encode_weights(
-            int(params["shared_w_down"]), hidden, shared_width, hidden % 32 == 0
-        )
+        encode("x", max_tokens, hidden, 64, x)
+        encode("shared_h", max_tokens, shared_width, 64)
+        encode("shared_w_gate", shared_width, hidden, 128)
+        encode("shared_w_up", shared_width, hidden, 128)
+        encode("shared_w_down", hidden, shared_width, 128)
     return maps
 
 
@@ -203,3 +192,19 @@ class ForwardKernel:
         ctas = max(1, ctas // self.cluster_size) * self.cluster_size
         arguments = (params.reshape(1), self.maps(params, x))
         kernel((ctas,), (THREADS,), arguments, shared_mem=SHARED_BYTES, stream=stream)
+
+
+def warm_up(workspace: Any) -> None:
+    """Compile and load the kernel; on every rank before its first barrier."""
+    _ = _kernel_of(workspace).load().num_regs
+
+
+def launch_forward(workspace: Any, params: np.ndarray, stream: Any) -> None:
+    """Everything between the barriers of a forward step: y rows pushed to their owners."""
+    counters = workspace.counters
+    counters.data.memset_async(0, counters.nbytes, stream)
+    _kernel_of(workspace).launch(params, int(workspace.x.data.ptr), stream)
+
+
+def _kernel_of(workspace: Any) -> ForwardKernel:
+    return workspace.extra("hopper_forward", ForwardKernel)

@@ -1,8 +1,9 @@
-"""Launches of the backward megakernels: tensor maps, parameter blocks, the ordered chain's pipeline.
+"""Launches of the backward megakernels: tensor maps, parameters, the ordered chain's pipeline.
 
-CUDA twins: cuda_src/megakernel_backward.cu and cuda_src/backward_*.cuh. Per macrobatch one dgrad launch (pull,
-dhu, SwiGLU backward, dx, push) and one wgrad launch; then the replicated gradients. Everything is enqueued on
-the current stream; nothing synchronises the host, and only the first call of a workspace allocates.
+CUDA twins: cuda_src/megakernel_backward.cu and cuda_src/backward_*.cuh. Per macrobatch one dgrad
+launch (pull, dhu, SwiGLU backward, dx, push) and one wgrad launch; then the replicated gradients.
+Everything is enqueued on the current stream; nothing synchronises the host, and only the first call
+of a workspace allocates.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import numpy as np
 
 from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.gpu.compiler import load_kernel
+from mok_ref.gpu.hopper import encode_tiled
 from mok_ref.gpu.params import SYMMETRIC_BUFFERS
 
 SOURCE = "megakernel_backward.cu"
 THREADS = 384
 SHARED_BYTES = 4 * 49152 + 8 * 4096 + 4 * 32 + 8 * 32
-"""Dynamic shared memory of a CTA (SharedLayout::kBytes): operand ring, staging, task queue, barriers."""
+"""Dynamic shared memory of a CTA (SharedLayout::kBytes): ring, staging, task queue, barriers."""
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 TICKET_WORDS = 32  # one counter per 128 bytes
@@ -60,8 +62,7 @@ DGRAD_PARAMS = np.dtype(
 )
 """Struct DgradParams."""
 
-_WGRAD_MAP_NAMES = ("rows_out", "rows_in", "gradient32", "gradient16", "straddling")
-WGRAD_MAPS = np.dtype([(name, TENSOR_MAP, (NUM_PRODUCTS,)) for name in _WGRAD_MAP_NAMES])
+WGRAD_MAPS = np.dtype([(name, TENSOR_MAP, (NUM_PRODUCTS,)) for name in ("rows_out", "rows_in")])
 """Struct WgradMaps."""
 
 WGRAD_PARAMS = np.dtype(
@@ -79,6 +80,7 @@ WGRAD_PARAMS = np.dtype(
         ("columns", np.int32, (NUM_PRODUCTS,)),
         ("ticket", _POINTER),
         ("start", _POINTER, (NUM_PRODUCTS,)),
+        ("gradient", _POINTER, (NUM_PRODUCTS,)),
         ("straddling", _POINTER, (NUM_PRODUCTS,)),
     ],
     align=True,
@@ -98,7 +100,7 @@ class ExtraBuffer(NamedTuple):
 def extra_buffers(config: MoEConfig, sizes: Any) -> dict[str, ExtraBuffer]:
     """Buffers beside those of `mok_ref.gpu.workspace`, by name, for the given `Sizes`.
 
-    gate_again, up_again   gate and up made again in backward, where gate_saved is too small to hold them
+    gate_again, up_again   gate and up made again in backward, if gate_saved has no room for them
     straddling             float32 chains that cross a macrobatch while gradients are bf16
     """
     macro_rows, inner = sizes.macro_blocks * ROW_TILE, config.intermediate_size
@@ -134,50 +136,24 @@ def _dgrad_words(sizes: Any) -> int:
 # ---- tensor maps
 
 
-def encode_map(
-    pointer: int, columns: int, rows: int, batch: int = 1, dtype: str = "bf16"
-) -> np.ndarray:
-    """Map of a row-major [batch, rows, columns] array; all zeros if there is nothing to map.
+def encode_map(pointer: int, columns: int, rows: int, batch: int = 1) -> np.ndarray:
+    """Map of a row-major [batch, rows, columns] bf16 array; zeros if there is nothing to map.
 
-    Box: 64 rows of 128 bytes (64 bf16 or 32 float32 columns), 128-byte swizzle. Elements outside read as +0 and
-    are not written.
-    Raises: RuntimeError naming the arguments if the driver refuses them.
+    Box: 64 rows of 64 columns (128 bytes), 128-byte swizzle. Elements outside read as +0 and are
+    not written.
     """
     if pointer == 0 or rows * columns * batch == 0:
         return np.zeros(16, np.uint64)
-    from cuda.bindings import driver
-
-    item = 2 if dtype == "bf16" else 4
-    types = driver.CUtensorMapDataType
-    kind = {
-        "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "float32": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }[dtype]
-    dims = [driver.cuuint64_t(value) for value in (columns, rows, batch)]
-    strides = [driver.cuuint64_t(value) for value in (columns * item, rows * columns * item)]
-    box = [driver.cuuint32_t(value) for value in (128 // item, 64, 1)]
-    status, tensor_map = driver.cuTensorMapEncodeTiled(
-        kind,
-        3,
-        pointer,
-        dims,
-        strides,
-        box,
-        [driver.cuuint32_t(1)] * 3,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(
-            f"tensor map refused ({status}): {pointer=:#x}, {columns=}, {rows=}, {batch=}, {dtype=}"
-        )
-    return np.array([int(word) for word in tensor_map.opaque], np.uint64)
+    strides = (2 * columns, 2 * rows * columns)
+    return encode_tiled(pointer, (columns, rows, batch), strides, (64, 64, 1))
 
 
 def _dgrad_maps(layer: Any, back: Any, again: dict[str, int], own: dict[str, int]) -> np.ndarray:
-    """DGRAD_MAPS of one rank; `own`: addresses of its symmetric x and dy, `again`: of gate and up made again."""
+    """DGRAD_MAPS of one rank.
+
+    own    addresses of its symmetric x and dy
+    again  addresses of gate and up made again, routed and shared
+    """
     H, I = int(layer["hidden_size"]), int(layer["intermediate_size"])  # noqa: E741
     width, tokens = int(layer["shared_intermediate_size"]), int(layer["num_tokens"])
     experts, ring = int(layer["num_local_experts"]), int(layer["macro_blocks"]) * ROW_TILE
@@ -205,25 +181,28 @@ def _dgrad_maps(layer: Any, back: Any, again: dict[str, int], own: dict[str, int
     return maps
 
 
-def _wgrad_maps(layer: Any, back: Any, extra: dict[str, Any]) -> np.ndarray:
+def _wgrad_maps(layer: Any, back: Any) -> np.ndarray:
     """WGRAD_MAPS of the routed experts: products down, gate, up."""
     H, I = int(layer["hidden_size"]), int(layer["intermediate_size"])  # noqa: E741
-    experts, ring = int(layer["num_local_experts"]), int(layer["macro_blocks"]) * ROW_TILE
-    maps = np.zeros(1, WGRAD_MAPS)
+    ring = int(layer["macro_blocks"]) * ROW_TILE
     x = encode_map(int(layer["x_ring"]), H, ring)
-    hw = encode_map(int(back["hw_ring"]), I, ring)
-    maps["rows_out"][0, 0] = encode_map(int(back["dy_ring"]), H, ring)
-    for product, name in ((1, "d_gate"), (2, "d_up")):
-        maps["rows_out"][0, product] = encode_map(int(back[f"{name}_ring"]), I, ring)
+    inner = [encode_map(int(back[f"{name}_ring"]), I, ring) for name in ("d_gate", "d_up", "hw")]
+    return _product_maps(encode_map(int(back["dy_ring"]), H, ring), x, *inner)
+
+
+def _chain_maps(layer: Any, back: Any, own: dict[str, int]) -> np.ndarray:
+    """WGRAD_MAPS of the shared expert: this rank's tokens."""
+    H, width = int(layer["hidden_size"]), int(layer["shared_intermediate_size"])
+    tokens = int(layer["num_tokens"])
+    pointers = (back["shared_d_gate"], back["shared_d_up"], layer["shared_h"])
+    inner = [encode_map(int(pointer), width, tokens) for pointer in pointers]
+    return _product_maps(*(encode_map(own[name], H, tokens) for name in ("dy", "x")), *inner)
+
+
+def _product_maps(dy: Any, x: Any, d_gate: Any, d_up: Any, hw: Any) -> np.ndarray:
+    maps = np.zeros(1, WGRAD_MAPS)
+    maps["rows_out"][0, :3] = [dy, d_gate, d_up]
     maps["rows_in"][0, :3] = [hw, x, x]
-    kind = "bf16" if int(back["dw_is_bf16"]) else "float32"
-    target = "gradient16" if kind == "bf16" else "gradient32"
-    for product, name, columns, rows in _products(H, I):
-        maps[target][0, product] = encode_map(int(back[f"dw_{name}"]), columns, rows, experts, kind)
-        kept = extra["straddling"][product]
-        maps["straddling"][0, product] = encode_map(
-            _address(kept), columns, rows, len(kept), "float32"
-        )
     return maps
 
 
@@ -234,22 +213,6 @@ def _products(hidden_size: int, inner: int) -> tuple[tuple[int, str, int, int], 
         (1, "gate", hidden_size, inner),
         (2, "up", hidden_size, inner),
     )
-
-
-def _chain_maps(layer: Any, back: Any, own: dict[str, int]) -> np.ndarray:
-    """WGRAD_MAPS of the shared expert: this rank's tokens, results to its chain buffer."""
-    H, width = int(layer["hidden_size"]), int(layer["shared_intermediate_size"])
-    tokens = int(layer["num_tokens"])
-    maps = np.zeros(1, WGRAD_MAPS)
-    x = encode_map(own["x"], H, tokens)
-    maps["rows_out"][0, 0] = encode_map(own["dy"], H, tokens)
-    maps["rows_out"][0, 1] = encode_map(int(back["shared_d_gate"]), width, tokens)
-    maps["rows_out"][0, 2] = encode_map(int(back["shared_d_up"]), width, tokens)
-    maps["rows_in"][0, :3] = [encode_map(int(layer["shared_h"]), width, tokens), x, x]
-    for product, _, columns, rows in _products(H, width):
-        pointer = own["chain"] + 4 * product * H * width
-        maps["gradient32"][0, product] = encode_map(pointer, columns, rows, 1, "float32")
-    return maps
 
 
 # ---- launches
@@ -266,72 +229,48 @@ def warm_up(workspace: Any) -> None:
 def launch_backward(
     workspace: Any, layer: np.ndarray, back: np.ndarray, stream: Any = None
 ) -> None:
-    """Everything between the barriers of `moe_backward`: dx rows and d_topk_weights pushed, all dW written.
+    """Everything between the barriers of `moe_backward`; collective if there is a shared expert.
 
-    layer, back   LAYER_PARAMS and BACKWARD_PARAMS blocks of this call; x rows of macrobatch 0 still lie in the
-                  ring as the forward kernel left them
+    Pushes dx rows and d_topk_weights to their owners and writes all weight gradients.
+    layer, back   LAYER_PARAMS and BACKWARD_PARAMS blocks of this call; the x rows of macrobatch 0
+                  still lie in the ring as the forward kernel left them
     """
-    launch_routed(workspace, layer, back)
-    launch_replicated(workspace, layer, back)
+    state = workspace.extra("hopper_backward", lambda: _State(workspace))
+    plan = state.plan(layer, back)
+    counters = state.extra["counters"]
+    counters.data.memset_async(0, counters.nbytes)
+    ctas = _num_multiprocessors()
+    for name, arguments in plan.routed:
+        kernel = load_kernel(SOURCE, name, (), SHARED_BYTES)
+        kernel((ctas,), (THREADS,), arguments, shared_mem=SHARED_BYTES)
+    if plan.chain:
+        _launch_chain(workspace.heap, plan, ctas)
 
 
-def launch_routed(
-    workspace: Any, layer: np.ndarray, back: np.ndarray, x_in_ring: bool = True
-) -> None:
-    """All gradients of the routed experts, dx rows and d_topk_weights pushed to their owners.
+def _launch_chain(heap: Any, plan: Plan, ctas: int) -> None:
+    """Weight gradients of the shared expert by the ordered chain (spec eq. 6.9).
 
-    layer, back   LAYER_PARAMS and BACKWARD_PARAMS blocks of this call
-    x_in_ring     whether the x rows of macrobatch 0 still lie in the ring, as the forward kernel left them
-    Also treats the shared expert, except for the gradients of its weights (`launch_replicated`).
+    With R ranks and G groups of tiles, R + G - 1 launches between barriers: in launch p rank r
+    continues group p - r. The last rank's accumulators are the result, which every rank fetches.
     """
-    state = _state(workspace)
-    state.extra["counters"].data.memset_async(0, state.extra["counters"].nbytes)
-    maps = state.maps(layer, back)
-    macros = num_macrobatches(workspace.sizes)
-    for macro in range(macros):
-        dgrad = state.dgrad_params(layer, back, macro, x_in_ring and macro == 0)
-        _launch(_dgrad_name(bool(layer["has_limit"])), layer, dgrad, maps["dgrad"])
-        if int(layer["num_local_experts"]):
-            _launch(
-                "moe_wgrad_hopper", layer, state.wgrad_params(layer, back, macro), maps["wgrad"]
-            )
-
-
-def launch_replicated(workspace: Any, layer: np.ndarray, back: np.ndarray) -> None:
-    """Weight gradients of the shared expert by the ordered chain; collective, after `launch_routed`.
-
-    With R ranks and G groups of tiles, R + G - 1 launches between barriers: in launch p rank r continues group
-    p - r. The last rank's accumulators are the result, which every rank then fetches.
-    """
-    width = int(layer["shared_intermediate_size"])
-    if width == 0:
-        return
-    state, heap = _state(workspace), workspace.heap
-    maps = state.maps(layer, back)["chain"]
-    tiles = sum(
-        _tiles(rows, columns) for _, _, columns, rows in _products(int(layer["hidden_size"]), width)
-    )
-    groups = min(heap.size, tiles)
+    kernel = load_kernel(SOURCE, "moe_chain_hopper", (), SHARED_BYTES)
+    groups = len(plan.chain)
     for turn in range(heap.size + groups - 1):
         group = turn - heap.rank
         if 0 <= group < groups:
-            params = state.chain_params(layer, back, group, groups, tiles)
-            _launch("moe_chain_hopper", layer, params, maps)
+            kernel((ctas,), (THREADS,), plan.chain[group], shared_mem=SHARED_BYTES)
         if heap.size > 1:
             heap.barrier(CHAIN_PHASE)
-    _collect_chain(state, layer, back)
+    collect = load_kernel(SOURCE, "moe_chain_collect")
+    collect((4 * ctas,), (COLLECT_THREADS,), plan.collect)
 
 
-def _collect_chain(state: _State, layer: np.ndarray, back: np.ndarray) -> None:
-    """The last rank's accumulators into this rank's gradients, rounded to bf16 if those are."""
-    words = int(layer["hidden_size"]) * int(layer["shared_intermediate_size"])
-    source = state.chain_addresses[-1]
-    kernel = load_kernel(SOURCE, "moe_chain_collect")
-    names = ("shared_dw_down", "shared_dw_gate", "shared_dw_up")
-    targets = tuple(np.uint64(back[name]) for name in names)
-    arguments = (np.uint64(source), *targets, np.int64(words), np.int32(back["dw_is_bf16"]))
-    blocks = max(1, min(1056, -(-3 * words // (2 * COLLECT_THREADS))))
-    kernel((blocks,), (COLLECT_THREADS,), arguments)
+class Plan(NamedTuple):
+    """The launches of one set of arrays: arguments ready to be passed."""
+
+    routed: list[tuple[str, tuple[Any, ...]]]  # kernel, arguments
+    chain: list[tuple[Any, ...]]  # per group of tiles; empty without a shared expert
+    collect: tuple[Any, ...]
 
 
 class _State:
@@ -354,13 +293,13 @@ class _State:
         table = workspace.buffers["peer_table"].get()
         self.chain_addresses = [int(address) for address in table[SYMMETRIC_BUFFERS["chain"]]]
         self.again = self._again_addresses(workspace)
-        self._maps: dict[bytes, dict[str, np.ndarray]] = {}
+        self._plans: dict[bytes, Plan] = {}
 
     def _again_addresses(self, workspace: Any) -> dict[str, int]:
-        """Where gate and up are made again: over the rows that forward kept, if there is room for a macrobatch.
+        """Where gate and up are made again: over the rows that forward kept, if a macrobatch fits.
 
-        Ring row r lies where forward kept row r of macrobatch 0, which is done with by the time a later
-        macrobatch writes there; inside macrobatch 0 the bits written are the bits that were kept.
+        Ring row r lies where forward kept row r of macrobatch 0, which is done with by the time a
+        later macrobatch writes there; inside macrobatch 0 the bits written are those kept before.
         """
         buffers, addresses = workspace.buffers, {}
         for name in ("gate", "up"):
@@ -370,26 +309,59 @@ class _State:
             addresses[f"shared_{name}"] = 0 if shared is None else _address(shared)
         return addresses
 
-    def maps(self, layer: np.ndarray, back: np.ndarray) -> dict[str, np.ndarray]:
-        """Tensor maps for the arrays named in the blocks, encoded at their first use."""
+    def plan(self, layer: np.ndarray, back: np.ndarray) -> Plan:
+        """The launches for the arrays named in the blocks, made at their first use."""
         key = layer.tobytes() + back.tobytes()
-        found = self._maps.get(key)
+        found = self._plans.get(key)
         if found is None:
-            if len(self._maps) >= self.MAX_CACHED:
-                self._maps.pop(next(iter(self._maps)))
-            found = self._maps[key] = {
-                "dgrad": _dgrad_maps(layer, back, self.again, self.own),
-                "wgrad": _wgrad_maps(layer, back, self.extra),
-            }
-            if int(layer["shared_intermediate_size"]):
-                found["chain"] = _chain_maps(layer, back, self.own)
+            if len(self._plans) >= self.MAX_CACHED:
+                self._plans.pop(next(iter(self._plans)))
+            layer, back = layer.reshape(1).copy(), back.copy()
+            routed = self._routed_launches(layer, back)
+            shared = int(layer["shared_intermediate_size"][0]) > 0
+            chain = self._chain_launches(layer, back) if shared else []
+            found = self._plans[key] = Plan(routed, chain, self._collect_arguments(layer, back))
         return found
 
-    def dgrad_params(
-        self, layer: np.ndarray, back: np.ndarray, macro: int, x_in_ring: bool
-    ) -> np.ndarray:
+    def _routed_launches(self, layer: Any, back: Any) -> list[tuple[str, tuple[Any, ...]]]:
+        """Per macrobatch dgrad, then wgrad."""
+        dgrad_maps = _dgrad_maps(layer[0], back, self.again, self.own)
+        wgrad_maps = _wgrad_maps(layer[0], back)
+        dgrad = _dgrad_name(bool(layer["has_limit"][0]))
+        launches: list[tuple[str, tuple[Any, ...]]] = []
+        for macro in range(num_macrobatches(self.sizes)):
+            params = self._dgrad_params(layer[0], back, macro)
+            launches.append((dgrad, (layer, params, dgrad_maps)))
+            if layer["num_local_experts"][0]:
+                params = self._wgrad_params(layer[0], back, macro)
+                launches.append(("moe_wgrad_hopper", (layer, params, wgrad_maps)))
+        return launches
+
+    def _chain_launches(self, layer: Any, back: Any) -> list[tuple[Any, ...]]:
+        """One launch per group of tiles."""
+        maps = _chain_maps(layer[0], back, self.own)
+        hidden, width = int(layer["hidden_size"][0]), int(layer["shared_intermediate_size"][0])
+        tiles = sum(
+            -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
+            for _, _, columns, rows in _products(hidden, width)
+        )
+        groups = min(len(self.chain_addresses), tiles)
+        bounds = [group * tiles // groups for group in range(groups + 1)]
+        return [
+            (layer, self._chain_params(layer[0], back, group, bounds), maps)
+            for group in range(groups)
+        ]
+
+    def _collect_arguments(self, layer: Any, back: Any) -> tuple[Any, ...]:
+        words = int(layer["hidden_size"][0]) * int(layer["shared_intermediate_size"][0])
+        names = ("shared_dw_down", "shared_dw_gate", "shared_dw_up")
+        targets = tuple(np.uint64(back[name]) for name in names)
+        source = np.uint64(self.chain_addresses[-1])
+        return (source, *targets, np.int64(words), np.int32(back["dw_is_bf16"]))
+
+    def _dgrad_params(self, layer: Any, back: Any, macro: int) -> np.ndarray:
         params = np.zeros(1, DGRAD_PARAMS)
-        params["macro_index"], params["x_in_ring"] = macro, x_in_ring
+        params["macro_index"], params["x_in_ring"] = macro, macro == 0
         params["macro_blocks"], params["mini_blocks"] = layer["macro_blocks"], layer["mini_blocks"]
         params["shared_saved_rows"] = layer["num_tokens"] if int(layer["shared_gate"]) else 0
         params["shared_blocks"] = _shared_blocks(self.sizes)
@@ -401,51 +373,40 @@ class _State:
         params["shared_dx"] = back["shared_dx"]
         return params
 
-    def wgrad_params(self, layer: np.ndarray, back: np.ndarray, macro: int) -> np.ndarray:
+    def _wgrad_params(self, layer: Any, back: Any, macro: int) -> np.ndarray:
         params = np.zeros(1, WGRAD_PARAMS)
-        kind = int(back["dw_is_bf16"])
         params["macro_index"], params["macro_blocks"] = macro, layer["macro_blocks"]
         params["num_products"], params["accumulate"] = 3, back["dw_accumulate"]
-        params["gradient_type"] = params["start_type"] = kind
+        params["gradient_type"] = params["start_type"] = back["dw_is_bf16"]
         params["ticket"] = self._ticket(macro)
-        for product, name, columns, rows in _products(
-            int(layer["hidden_size"]), int(layer["intermediate_size"])
-        ):
+        hidden, inner = int(layer["hidden_size"]), int(layer["intermediate_size"])
+        for product, name, columns, rows in _products(hidden, inner):
             params["rows"][0, product], params["columns"][0, product] = rows, columns
-            params["start"][0, product] = back[f"dw_{name}"]
+            params["start"][0, product] = params["gradient"][0, product] = back[f"dw_{name}"]
             params["straddling"][0, product] = _address(self.extra["straddling"][product])
         return params
 
-    def chain_params(
-        self, layer: np.ndarray, back: np.ndarray, group: int, groups: int, tiles: int
-    ) -> np.ndarray:
+    def _chain_params(self, layer: Any, back: Any, group: int, bounds: list[int]) -> np.ndarray:
         params = np.zeros(1, WGRAD_PARAMS)
         hidden, width = int(layer["hidden_size"]), int(layer["shared_intermediate_size"])
         params["num_products"], params["num_rows"] = 3, layer["num_tokens"]
-        params["first_tile"] = group * tiles // groups
-        params["end_tile"] = (group + 1) * tiles // groups
+        params["first_tile"], params["end_tile"] = bounds[group], bounds[group + 1]
         params["ticket"] = self._ticket(num_macrobatches(self.sizes) + group)
         first = self.rank == 0
         params["accumulate"] = back["dw_accumulate"] if first else 1
         params["start_type"] = back["dw_is_bf16"] if first else FLOAT32_GRADIENT
         for product, name, columns, rows in _products(hidden, width):
             params["rows"][0, product], params["columns"][0, product] = rows, columns
-            handed = self.chain_addresses[self.rank - 1] + 4 * product * hidden * width
+            offset = 4 * product * hidden * width
+            handed = self.chain_addresses[self.rank - 1] + offset
             params["start"][0, product] = back[f"shared_dw_{name}"] if first else handed
+            params["gradient"][0, product] = self.own["chain"] + offset
         return params
 
     def _ticket(self, index: int) -> int:
         macros = num_macrobatches(self.sizes)
         words = macros * _dgrad_words(self.sizes) + index * TICKET_WORDS
         return _address(self.extra["counters"]) + 4 * words
-
-
-def _state(workspace: Any) -> _State:
-    return workspace.extra("hopper_backward", lambda: _State(workspace))
-
-
-def _tiles(rows: int, columns: int) -> int:
-    return -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
 
 
 def _address(array: Any) -> int:
@@ -456,16 +417,9 @@ def _dgrad_name(has_limit: bool) -> str:
     return "moe_dgrad_clamp_hopper" if has_limit else "moe_dgrad_hopper"
 
 
-def _launch(name: str, layer: np.ndarray, params: np.ndarray, maps: np.ndarray) -> None:
-    import cupy
-
-    kernel = load_kernel(SOURCE, name, (), SHARED_BYTES)
-    ctas = _num_multiprocessors(cupy.cuda.runtime.getDevice())
-    kernel((ctas,), (THREADS,), (layer.reshape(1), params, maps), shared_mem=SHARED_BYTES)
-
-
 @cache
-def _num_multiprocessors(device: int) -> int:
+def _num_multiprocessors() -> int:
     import cupy
 
+    device = cupy.cuda.runtime.getDevice()
     return int(cupy.cuda.runtime.deviceGetAttribute(16, device))  # MultiProcessorCount

@@ -1,9 +1,9 @@
 """The layer on one rank of a device heap: forward above, backward below.
 
 Reads like mok_ref/layer.py. Everything is enqueued on the calling thread's current stream; nothing
-waits for the device and nothing is allocated once the workspace exists, so a step can be captured in a
-CUDA graph and replayed with new routing written in place. What the device finds wrong (ids, weights,
-expired waits) is raised by the next `heap.check(top_k)`.
+waits for the device and nothing is allocated once the workspace exists, so a step can be captured
+in a CUDA graph and replayed with new routing written in place. What the device finds wrong (ids,
+weights, expired waits) is raised by the next `heap.check(top_k)`.
 
 y, dx and the gradients are arrays of the workspace: its next forward or backward overwrites them.
 """
@@ -30,7 +30,8 @@ WEIGHT_PARTS = ("gate", "up", "down")
 
 @dataclass
 class DeviceContext:
-    """What forward leaves for backward. It can be used once, before the workspace's next forward."""
+    """What forward leaves for backward. It can be used once, before the workspace's next
+    forward."""
 
     config: MoEConfig
     workspace: DeviceWorkspace
@@ -40,6 +41,11 @@ class DeviceContext:
     output_dtype: Any
     save: str
     used: bool = field(default=False)
+
+    @property
+    def path(self) -> str:
+        """ "hopper" or "portable": which kernels ran."""
+        return path_name(self.workspace)
 
 
 # --------------------------------------------------------------------------- forward
@@ -68,6 +74,7 @@ def forward(
     shared = None if shared is None else ExpertWeights(*(on_device(w) for w in shared))
     _check_forward(config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save)
     heap.status.check_timeout()
+    heap.status.top_k = config.top_k
     workspace.generation += 1
     params = _step_params(workspace, x, topk_ids, topk_weights, weights, shared, save)
     path = forward_path(workspace)
@@ -95,10 +102,11 @@ def _publish_quantised(workspace: DeviceWorkspace, name: str, values: Any) -> No
 
 
 def forward_path(workspace: DeviceWorkspace) -> Any:
-    """The module that computes the products: mok_ref.gpu.hopper where it can, else mok_ref.gpu.portable.
+    """The module that computes the products: mok_ref.gpu.hopper where it can, else
+    mok_ref.gpu.portable.
 
-    Hopper: compute capability 9.0, bf16, hidden and intermediate sizes multiples of 8 (16-byte TMA strides).
-    Raises: ValueError when "hopper" was asked for and cannot be.
+    Hopper: compute capability 9.0, bf16, hidden and intermediate sizes multiples of 8 (16-byte TMA
+    strides). Raises: ValueError when "hopper" was asked for and cannot be.
     """
     return _path(workspace, "hopper", "portable")
 
@@ -231,7 +239,7 @@ def backward(
 
     dy = on_device(dy)
     _use_context(context, dy)
-    config, workspace, params = context.config, context.workspace, context.params
+    workspace, params = context.workspace, context.params
     heap, num_tokens = workspace.heap, int(params["num_tokens"])
     gradients = gradient_buffers(workspace, main_grad)
     back = _backward_params(workspace, dy, gradients, main_grad is not None)
@@ -271,7 +279,11 @@ def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, An
     )  # fmt: skip
     shared = config.shared_intermediate_size
     inward, outward = (local, inner, hidden), (local, hidden, inner)
-    shapes = dict(zip(gradient_names(config), (inward, inward, outward), strict=False))
+    shapes: dict[str, tuple[int, ...]] = {
+        "dw_gate": inward,
+        "dw_up": inward,
+        "dw_down": outward,
+    }
     if shared:
         shapes |= {"shared_dw_gate": (shared, hidden), "shared_dw_up": (shared, hidden)}
         shapes["shared_dw_down"] = (hidden, shared)

@@ -1,8 +1,8 @@
 """Parameter blocks of the kernels as structured NumPy scalars.
 
 CUDA twin: cuda_src/params.cuh. Same fields, same order; `align=True` gives the C layout. The kernel
-`params_layout` reports the compiler's own offsets (tests/gpu), and tests/test_gpu_compiler.py compares
-names and types with the header's text, which needs no GPU.
+`params_layout` reports the compiler's own offsets (tests/gpu), and tests/test_gpu_compiler.py
+compares names and types with the header's text, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ STRUCTS = {
 
 
 def new_params(dtype: np.dtype, **values: Any) -> np.ndarray:
-    """A zeroed parameter block of shape () with `values` written; arrays become device addresses."""
+    """A zeroed parameter block of shape () with `values` written; arrays become device
+    addresses."""
     block = np.zeros((), dtype)
     set_params(block, **values)
     return block
@@ -216,7 +217,7 @@ def layout_words() -> list[int]:
     """Sizes and offsets in the order that the kernel `params_layout` reports them."""
     words = []
     for dtype in STRUCTS.values():
-        fields = dtype.fields or {}
+        fields: Any = dtype.fields
         words.append(dtype.itemsize)
         words.append(fields[(dtype.names or ())[-1]][1])
     return words

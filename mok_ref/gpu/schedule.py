@@ -1,4 +1,5 @@
-"""Launches of the kernels around the products: staging, schedule, epilogues (cuda_src/support.cu)."""
+"""Launches of the kernels around the products: staging, schedule, epilogues
+(cuda_src/support.cu)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """All device buffers of one layer on one rank, named once in a table that also gives their bytes.
 
-`buffer_table` is the only list of buffers: the workspace allocates from it and `workspace_bytes` adds it
-up, so the memory function cannot disagree with the allocation. After construction a step allocates nothing.
+`buffer_table` is the only list of buffers: the workspace allocates from it and `workspace_bytes`
+adds it up, so the memory function cannot disagree with the allocation. After construction a step
+allocates nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Sizes(NamedTuple):
 
 
 def schedule_grid(config: MoEConfig, max_tokens: int) -> tuple[int, int]:
-    """(segments, chunks per segment) of the schedule kernels (cuda_src/schedule.cuh: chunk_grid)."""
+    """(segments, chunks per segment) of the schedule kernels (cuda_src/schedule.cuh:
+    chunk_grid)."""
     if config.row_order == "canonical":
         bits = max(1, int(config.ep_size * max_tokens - 1).bit_length())
         segments, walk = 1, 1 << bits
@@ -69,8 +71,8 @@ def derive_sizes(
 ) -> Sizes:
     """Sizes of the buffers of `rank`.
 
-    The ring and the saved rows default to twice a balanced load: more rows than that wrap around the ring
-    and are recomputed in backward, with the same bits.
+    The ring and the saved rows default to twice a balanced load: more rows than that wrap around
+    the ring and are recomputed in backward, with the same bits.
     """
     local = config.num_local_experts(rank)
     routes = config.ep_size * max_tokens * config.top_k
@@ -79,7 +81,8 @@ def derive_sizes(
     macro_rows, mini_rows = config.ring_rows(min(max_blocks, balanced) * ROW_TILE)
     macro_blocks = macro_rows // ROW_TILE
     if max_saved_rows is None:
-        max_saved_rows = min(max_blocks, max(balanced, macro_blocks)) * ROW_TILE
+        max_saved_rows = max(balanced, macro_blocks) * ROW_TILE
+    max_saved_rows = min(max_saved_rows, max_blocks * ROW_TILE)
     segments, chunks = schedule_grid(config, max_tokens)
     return Sizes(
         max_tokens=max_tokens,
@@ -201,7 +204,7 @@ def workspace_bytes(
     max_saved_rows: int | None = None,
     training: bool = True,
 ) -> dict[str, int]:
-    """Bytes of every buffer of a workspace on `rank`, weight gradients not counted, plus "total"."""
+    """Bytes of every buffer of a workspace on `rank`, plus "total"; without weight gradients."""
     sizes = derive_sizes(config, rank, max_tokens, max_saved_rows)
     table = {name: b.num_bytes for name, b in buffer_table(config, rank, sizes, training).items()}
     return table | {"total": sum(table.values())}
@@ -210,8 +213,9 @@ def workspace_bytes(
 class DeviceWorkspace:
     """The buffers of one layer on one rank of a device heap.
 
-    Collective: every rank makes it with the same config, max_tokens, max_saved_rows and training. It holds
-    one forward's state: the next forward invalidates earlier contexts and overwrites y and the gradients.
+    Collective: every rank makes it with the same config, max_tokens, max_saved_rows and training.
+    It holds one forward's state: the next forward invalidates earlier contexts and overwrites y and
+    the gradients.
 
     path   "auto", "hopper" or "portable": which kernels compute the products; same bits
     Raises: ValueError naming the argument and the rule.
@@ -259,13 +263,15 @@ class DeviceWorkspace:
         return self.heap.peer(rank, self.symmetric_name(name))
 
     def extra(self, key: Any, make: Any) -> Any:
-        """What a kernel family keeps with the workspace (tensor maps, caches); `make()` once per key."""
+        """What a kernel family keeps with the workspace (tensor maps, caches); `make()` once per
+        key."""
         if key not in self._extra:
             self._extra[key] = make()
         return self._extra[key]
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A buffer of this rank that a kernel family adds; made at the first call, counted in the bytes.
+        """A buffer of this rank that a kernel family adds; made at the first call, counted in the
+        bytes.
 
         Raises: ValueError when the same name is asked for with another shape or dtype.
         """

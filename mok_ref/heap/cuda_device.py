@@ -41,7 +41,8 @@ def import_cupy() -> Any:
 
 
 def storage_dtype(dtype: Any) -> np.dtype:
-    """dtype in which a buffer is stored: bf16 as uint16 bits, float8 and e8m0 as uint8, others unchanged."""
+    """dtype in which a buffer is stored: bf16 as uint16 bits, float8 and e8m0 as uint8, others
+    unchanged."""
     dtype = np.dtype(dtype)
     if dtype.kind in "biuf":
         return dtype

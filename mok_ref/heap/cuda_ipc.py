@@ -1,14 +1,17 @@
 """One process per rank on the GPUs of one host: memory shared by CUDA IPC handles.
 
-Each buffer is its own cudaMalloc allocation (an allocation from a pool would export its whole block and
-lose the offset). Handles travel once, by MPI, when a buffer is allocated; data moves by plain loads and
-stores of kernels afterwards. Ranks may share a GPU, so one of them suffices for any number of processes.
+Each buffer is its own cudaMalloc allocation (an allocation from a pool would export its whole block
+and lose the offset). Handles travel once, by MPI, when a buffer is allocated; data moves by plain
+loads and stores of kernels afterwards. Ranks may share a GPU, so one of them suffices for any
+number of processes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,13 +45,12 @@ class CudaIpcHeap:
     ) -> None:
         from mok_ref.gpu.errors import DeviceStatus
 
-        mpi = import_mpi()
         cupy = import_cupy()
-        world = mpi.COMM_WORLD if comm is None else comm
+        world = import_mpi().COMM_WORLD if comm is None else comm
         self.comm = world.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
         self.timeout_s = timeout_s
-        self._require_one_host(mpi)
+        self._require_one_host()
         self.device_index = (
             self.rank % cupy.cuda.runtime.getDeviceCount() if device is None else device
         )
@@ -107,7 +109,8 @@ class CudaIpcHeap:
     def warm_up(self) -> None:
         self._barrier.warm_up()
 
-    def check(self, top_k: int = 1) -> None:
+    def check(self, top_k: int | None = None) -> None:
+        """Wait for the stream and raise what the device reported (DeviceStatus.check)."""
         self.status.check(top_k)
 
     def close(self) -> None:
@@ -132,18 +135,22 @@ class CudaIpcHeap:
         while not request.Test():
             if time.monotonic() > limit:
                 raise HeapError(
-                    f"rank {self.rank}: another rank did not arrive within {self.timeout_s:g} s at: {what}"
+                    f"rank {self.rank}: another rank did not arrive within {self.timeout_s:g} s "
+                    f"at: {what}"
                 )
             time.sleep(pause)
             pause = min(pause + 2e-5, 1e-3)
 
-    def _require_one_host(self, mpi: Any) -> None:
-        host = hashlib.sha256(mpi.Get_processor_name().encode()).digest()
+    def _require_one_host(self) -> None:
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        text = platform.node() + (boot.read_text() if boot.exists() else "")
+        host = hashlib.sha256(text.encode()).digest()
         hosts = self.exchange(host, "comparing host names")
         others = [peer for peer, other in enumerate(hosts) if other != host]
         if others:
             raise HeapError(
-                f"CUDA IPC needs all ranks on one host, rank {self.rank} and rank {others[0]} are not"
+                "CUDA IPC needs all ranks on one host, "
+                f"rank {self.rank} and rank {others[0]} are not"
             )
 
     def _require_equal(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -152,8 +159,8 @@ class CudaIpcHeap:
         for peer, other in enumerate(texts):
             if other != texts[self.rank]:
                 raise ValueError(
-                    f"heap allocations must be the same on all ranks, got {text!r} on rank {self.rank} "
-                    f"and {other.decode().strip()!r} on rank {peer}"
+                    "heap allocations must be the same on all ranks, got "
+                    f"{text!r} on rank {self.rank} and {other.decode().strip()!r} on rank {peer}"
                 )
 
     def _open(self, handle: bytes, peer: int, name: str) -> int:
@@ -163,7 +170,8 @@ class CudaIpcHeap:
             return int(cupy.cuda.runtime.ipcOpenMemHandle(handle))
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise HeapError(
-                f"rank {self.rank} (GPU {self.device_index}) cannot map {name!r} of rank {peer}: {error}"
+                f"rank {self.rank} (GPU {self.device_index}) cannot map {name!r} of rank {peer}: "
+                f"{error}"
             ) from error
 
     def _self_test(self) -> None:
@@ -193,7 +201,8 @@ class CudaIpcHeap:
 
 
 def run_self_test(heap: Any, name: str) -> list[int]:
-    """Verdict per peer of the self-test kernels (cuda_src/support.cu) over the symmetric buffer `name`."""
+    """Verdict per peer of the self-test kernels (cuda_src/support.cu) over the symmetric buffer
+    `name`."""
     import cupy
 
     from mok_ref.gpu.compiler import load_kernel

@@ -87,6 +87,7 @@ class MpiSharedHeap:
         started = checked = time.monotonic()
         pause = 0.0
         while late := self._late(epoch):
+            self.comm.Iprobe()  # lets MPI finish a collective that a late rank is still in
             now = time.monotonic()
             if now - checked > _LIVENESS_INTERVAL_S:
                 checked = now

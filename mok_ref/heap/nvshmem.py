@@ -1,8 +1,8 @@
 """Ranks on an NVSHMEM symmetric heap (nvshmem4py), within one NVLink domain.
 
-Buffers come from NVSHMEM; data still moves by plain loads and stores through peer pointers, so a peer
-without a pointer (another NVLink domain) is an error, not a slower path. Bootstrapped with a unique id
-broadcast by MPI. NVLink multicast stays off: this module never asks for it.
+Buffers come from NVSHMEM; data still moves by plain loads and stores through peer pointers, so a
+peer without a pointer (another NVLink domain) is an error, not a slower path. Bootstrapped with a
+unique id broadcast by MPI. NVLink multicast stays off: this module never asks for it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class NvshmemHeap(CudaIpcHeap):
             self._nvshmem.finalize()
             self._initialised = False
 
-    def _require_one_host(self, mpi: Any) -> None:
+    def _require_one_host(self) -> None:
         """An NVLink domain may span hosts; the pointers of `alloc` decide."""
 
     def _initialise(self) -> None:

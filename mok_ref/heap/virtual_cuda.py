@@ -1,8 +1,8 @@
 """Virtual ranks on one GPU: one thread and one stream per rank in one process.
 
-Ranks are joined by events, never by a kernel that spins: a rank's stream waits for the events that all
-ranks recorded, and the host threads meet so that every event is recorded before anybody waits for it. So
-any number of ranks shares a device that runs their kernels in any order.
+Ranks are joined by events, never by a kernel that spins: a rank's stream waits for the events that
+all ranks recorded, and the host threads meet so that every event is recorded before anybody waits
+for it. So any number of ranks shares a device that runs their kernels in any order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class VirtualCudaWorld:
         self.memory: dict[str, list[Any]] = {}
         self.lock = threading.Lock()
         with cupy.cuda.Device(device):
-            # Two sets: a rank may record for barrier n+1 while another has still to wait for barrier n.
+            # Two sets: a rank may record for barrier n+1 while another has still to wait for
+            # barrier n.
             self.events = [
                 [cupy.cuda.Event(disable_timing=True) for _ in range(size)] for _ in range(2)
             ]
@@ -75,7 +76,8 @@ class VirtualCudaHeap:
             if other.shape != memory.shape or other.dtype != memory.dtype:
                 raise ValueError(
                     f"heap allocation {name!r} must be the same on all ranks, got {memory.shape} "
-                    f"{memory.dtype} on rank {self.rank} and {other.shape} {other.dtype} on rank {peer}"
+                    f"{memory.dtype} on rank {self.rank} and {other.shape} {other.dtype} "
+                    f"on rank {peer}"
                 )
         return memory
 
@@ -96,7 +98,8 @@ class VirtualCudaHeap:
         self._meet()
 
     def barrier(self, phase: int = 6) -> None:
-        """Stream-ordered: later work of every rank's stream sees earlier writes of all ranks' streams.
+        """Stream-ordered: later work of every rank's stream sees earlier writes of all ranks'
+        streams.
 
         Raises: MokTimeoutError when another rank's thread failed or does not arrive in time.
         """
@@ -117,7 +120,8 @@ class VirtualCudaHeap:
     def warm_up(self) -> None:
         """Nothing: this barrier has no kernel."""
 
-    def check(self, top_k: int = 1) -> None:
+    def check(self, top_k: int | None = None) -> None:
+        """Wait for the stream and raise what the device reported (DeviceStatus.check)."""
         self.status.check(top_k)
 
     def close(self) -> None:
@@ -141,7 +145,8 @@ class VirtualCudaHeap:
 def run_virtual_cuda_ranks(
     size: int, function: Any, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> list[Any]:
-    """`run_ranks` on one GPU: `function(heap)` once per virtual rank, one thread and stream each."""
+    """`run_ranks` on one GPU: `function(heap)` once per virtual rank, one thread and stream
+    each."""
     from mok_ref.heap.local import run_on_world
 
     return run_on_world(VirtualCudaWorld(size, timeout_s), function)

@@ -12,7 +12,7 @@ from .minibatch_simulation import Simulation, simulate
 from .programme import Programme, backward_programme, forward_programme
 
 MOST_RANKS = 144  # of an EP group that is simulated rank by rank
-MOST_STEPS = 6000  # compute steps of all ranks; beyond it minibatches are joined for the simulation
+MOST_STEPS = 4000  # compute steps of all ranks; beyond it minibatches are joined for the simulation
 
 
 @dataclass(frozen=True)

@@ -263,6 +263,8 @@ def ring_variants(question: Question, candidate: Candidate) -> list[Candidate]:
     """The same candidate with other ring sizes, where memory allows."""
     result = []
     for slots in RING_SLOTS:
+        if slots == candidate.choice.ring_slots:
+            continue
         choice = replace(candidate.choice, macrobatch=candidate.choice.minibatch * slots)
         setting = replace(candidate.setting, choice=choice)
         tokens = int(setting.work.tokens.max())

@@ -9,6 +9,7 @@ kind of GPU that is not at hand, two factors on its data-sheet rates, on the pub
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -207,3 +208,153 @@ def fit_machine(
 
     found = optimize.least_squares(residuals, np.zeros(2), bounds=(-2.0, 1.0), diff_step=0.03)
     return {"tensor": float(np.exp(found.x[0])), "link": float(np.exp(found.x[1]))}
+
+
+def compare_all(
+    constants: KernelConstants,
+    machines: dict[str, dict[str, float]],
+    kernel: Sequence[Measurement],
+) -> list[Compared]:
+    """Every figure there is with its prediction; `machines` corrects the rates of some GPUs."""
+    fits_kernel = num_fit(kernel) >= KERNEL_ROWS_TO_FIT
+    result = []
+    for row in [*kernel, *h200_rows(), *published_rows()]:
+        hardware = load_hardware(row.hardware)
+        if row.hardware in machines:
+            factors = machines[row.hardware]
+            hardware = hardware.scaled(factors["tensor"], factors["link"])
+        seconds = predicted_seconds(row, hardware, constants)
+        role = row.role
+        if row.group == "prototype" and fits_kernel:
+            role = "held out"  # the real kernel was fitted instead
+        if row.group not in ("kernel", "prototype", "published"):
+            role = "context"
+        result.append(Compared(row, seconds * 1e3, role))
+    return result
+
+
+def num_fit(rows: Sequence[Measurement]) -> int:
+    return sum(row.role == "fit" for row in rows)
+
+
+def fit_all(kernel: Sequence[Measurement]) -> dict[str, object]:
+    """Constants and machine factors, as they are stored."""
+    prototype = [row for row in h200_rows() if row.group == "prototype" and row.role == "fit"]
+    use_kernel = num_fit(kernel) >= KERNEL_ROWS_TO_FIT
+    rows = [row for row in kernel if row.role == "fit"] if use_kernel else prototype
+    constants = fit_constants(rows)
+    machine = fit_machine([row for row in published_rows() if row.role == "fit"], constants)
+    return {
+        "constants": constants_as_json(constants),
+        "fitted_on": "kernel" if use_kernel else "prototype",
+        "fitted_rows": len(rows),
+        "machines": {"b300": {**machine, "archs": ["sm_100a", "sm_103a"]}},
+    }
+
+
+GROUP_TITLES = {
+    "kernel": "This project's kernel on one GPU",
+    "prototype": "Prototype kernel's parts on one H200 (ratios to dense products, converted)",
+    "published": "Published by others, several GPUs (predicted: this project's kernel, in their "
+    "configuration where it is known)",
+    "dense cuBLAS": "Dense products on one H200 (the model's ceiling; nothing fitted)",
+    "SonicMoE": "SonicMoE's layer on one H200 (predicted: our kernel)",
+    "torch _grouped_mm": "torch._grouped_mm alone on one H200 (predicted: our whole layer)",
+    "torch eager layer": "torch pipeline on one H200 (predicted: our layer)",
+}
+HEADER = (
+    "| case | what | T | H | I | E | K | GPUs | role | measured ms | predicted ms | error |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def markdown_line(item: Compared) -> str:
+    row = item.row
+    sizes = (row.tokens, row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
+    numbers = " | ".join(str(size) for size in sizes)
+    what = f"{row.what} {row.dtype}" if row.group in ("kernel", "published") else row.what
+    gpus = f"{row.ranks} {row.hardware}"
+    return (
+        f"| {row.case} | {what} | {numbers} | {gpus} | {item.role} | {row.ms:.3f} | "
+        f"{item.predicted_ms:.3f} | {item.error:+.1%} |"
+    )
+
+
+def summary_lines(items: Sequence[Compared]) -> list[str]:
+    """Median and largest absolute error per group and role."""
+    lines = ["| rows | role | number | median error | largest error |", "|---|---|---|---|---|"]
+    for group in GROUP_TITLES:
+        roles = sorted({item.role for item in items if item.row.group == group})
+        for role in roles:
+            chosen = [i for i in items if i.row.group == group and i.role == role]
+            errors = np.abs([item.error for item in chosen])
+            lines.append(
+                f"| {group} | {role} | {len(chosen)} | {np.median(errors):.1%} | "
+                f"{errors.max():.1%} |"
+            )
+    return lines
+
+
+def link_lines() -> list[str]:
+    """Rates that rows reach on links, as the hardware files say and as others measured."""
+    lines = ["| measured by | GPU | GB/s | model GB/s | error |", "|---|---|---|---|---|"]
+    for link in published_links():
+        rate = load_hardware(link["hardware"]).link_rate / 1e9
+        error = rate / link["gb_per_s"] - 1
+        lines.append(
+            f"| {link['name']} | {link['hardware']} | {link['gb_per_s']} | {rate:.0f} | {error:+.1%} |"
+        )
+    return lines
+
+
+def validity_page(fitted: dict[str, object], items: Sequence[Compared]) -> str:
+    """The whole table as Markdown."""
+    lines = [
+        "# Validity of the planner's predictions",
+        "",
+        "Written by `python -m mok_ref.planner.validity`; do not edit. Error: predicted over "
+        "measured, less one. Rows marked *fit* were used to fit the constants; *held out* rows are "
+        "predictions; *other implementation* and *context* rows are figures of other programs, "
+        "beside the prediction of this project's kernel for the same layer.",
+        "",
+        f"Constants fitted on: {fitted['fitted_on']} rows ({fitted['fitted_rows']}).",
+        "",
+        "```json",
+        json.dumps({key: fitted[key] for key in ("constants", "machines")}, indent=1),
+        "```",
+        "",
+        *summary_lines(items),
+    ]
+    for group, title in GROUP_TITLES.items():
+        chosen = [item for item in items if item.row.group == group]
+        if chosen:
+            lines += ["", f"## {title}", "", HEADER, *(markdown_line(item) for item in chosen)]
+    lines += ["", "## Link rates", "", *link_lines(), ""]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fit if asked to, compare everything, write the page; exit status 1 if held-out rows of the
+    kernel (of the prototype while there are none) have a median error above 15 %."""
+    parser = argparse.ArgumentParser(description="Predictions beside every measured figure.")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew and store them")
+    parser.add_argument("--results", type=Path, default=Path("docs/results"))
+    parser.add_argument("--output", type=Path, default=None, help="write the page to this file")
+    options = parser.parse_args(arguments)
+    kernel = kernel_rows(options.results.glob("*.json")) if options.results.is_dir() else []
+    if options.fit:
+        FITTED.write_text(json.dumps(fit_all(kernel), indent=1) + "\n", encoding="utf-8")
+    fitted = json.loads(FITTED.read_text(encoding="utf-8"))
+    items = compare_all(fitted_constants(), fitted["machines"], kernel)
+    page = validity_page(fitted, items)
+    if options.output:
+        options.output.write_text(page, encoding="utf-8")
+    else:
+        print(page)
+    group = "kernel" if kernel else "prototype"
+    errors = [abs(i.error) for i in items if i.row.group == group and i.role == "held out"]
+    return int(bool(errors) and float(np.median(errors)) > 0.15)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

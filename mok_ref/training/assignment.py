@@ -66,7 +66,7 @@ def auction_phase(
     benefit: np.ndarray, shares: np.ndarray, prices: np.ndarray, epsilon: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Everybody starts free; bids until all are placed. Returns (owner (N,) int32, prices (E,))."""
-    num_tokens, num_experts = benefit.shape
+    num_tokens = len(benefit)
     owner = np.full(num_tokens, -1, np.int32)
     held_bid = np.zeros(num_tokens, np.int64)
     prices = prices.copy()

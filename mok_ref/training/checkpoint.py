@@ -171,6 +171,17 @@ def newest(directory: Path, key: str) -> str | None:
     return None
 
 
+def drop_after(directory: Path, step: int) -> None:
+    """Forget checkpoints of later steps: the run goes on from `step` another way."""
+    for name in manifests(directory):
+        if read_manifest(directory, name)["step"] > step:
+            (directory / name).unlink()
+    point(directory, "latest", manifest_name(step))
+    best = pointed(directory, "best")
+    if best is not None and not (directory / best).exists():
+        (directory / "best.json").unlink()
+
+
 def prune(directory: Path, keep: int) -> None:
     """Remove manifests beyond the newest `keep` (best, last good and full ones stay) and all
     data files that no remaining manifest names."""

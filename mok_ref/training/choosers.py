@@ -26,6 +26,7 @@ from mok_ref.routing import (
     keep_best_groups,
     route_forward,
     route_weights,
+    route_weights_backward,
     scatter_chosen,
     scores_backward,
     sigmoid_scores,
@@ -65,7 +66,7 @@ def deepseek_v3(
     keep_groups: int = 4,
     scale: float = 2.5,
 ) -> RoutingOptions:
-    """Sigmoid scores, bias for the choice only, groups by their two best (DeepSeek-V3, 2412.19437)."""
+    """Sigmoid scores, choice bias, groups by their two best (DeepSeek-V3, 2412.19437)."""
     return RoutingOptions(
         top_k, "sigmoid", choice_bias, num_groups, keep_groups, "top2", True, scale
     )
@@ -162,7 +163,7 @@ def litter_forward(logits: Array, options: LitterOptions) -> tuple[Array, Array,
 
 
 def keep_by_score(score: Array, is_open: Array, count: int) -> Array:
-    """The `count` open entries of greatest score in each row, as a mask; ties to the lower index."""
+    """The `count` best open entries of each row, as a mask; ties to the lower index."""
     xp = array_module(score)
     keys = choice_key(score, is_open)
     kept = xp.zeros(score.shape, dtype=bool)
@@ -183,8 +184,6 @@ def litter_backward(
 
     Returns (T, G + E) float32.
     """
-    from mok_ref.routing import route_weights_backward
-
     xp = array_module(d_topk_weights)
     ds = scatter_chosen(saved.product, route_weights_backward(saved.product, d_topk_weights))
     if d_scores is not None:
@@ -193,8 +192,8 @@ def litter_backward(
     size = ds.shape[1] // num_litters
     by_litter = mul(ds, saved.kitten_p).reshape(num_tokens, num_litters, size)
     d_litter = xp.zeros_like(saved.litter_p)
-    for kitten in range(size):
-        d_litter = add(d_litter, by_litter[:, :, kitten])
+    for i in range(size):
+        d_litter = add(d_litter, by_litter[:, :, i])
     d_kitten = mul(ds, xp.repeat(saved.litter_p, size, axis=1))
     softmax = RoutingOptions(1)
     litter = RoutingSaved(softmax, saved.litter_p, saved.litter_open, *_UNUSED)

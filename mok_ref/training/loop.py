@@ -93,6 +93,9 @@ def roll_back(snapshots: Snapshots, record: dict[str, Any]) -> None:
         return
     before = snapshots.trainer.state
     snapshots.load(name)
+    if snapshots.heap.rank == 0:
+        files.drop_after(snapshots.directory, snapshots.trainer.state.step)
+    snapshots.heap.barrier()
     after = snapshots.trainer.state
     after.salt = before.salt + 1
     after.monitor.rollbacks, after.monitor.aux = before.monitor.rollbacks, before.monitor.aux

@@ -234,6 +234,7 @@ class Model:
         shared = None
         if config.shared_intermediate:
             shared = ExpertWeights(*(as_bits(v) for v in self._ffn_values(layer, "shared_")))
+        assert self.layer_config is not None
         y, block.context = moe_forward(
             self.layer_config,
             self.heap,
@@ -475,7 +476,7 @@ class Model:
         total = self.exchange.chain(
             "valid", start, lambda carry: {"loss": token_sum(saved.loss, carry["loss"])}
         )
-        return total["loss"][()]
+        return np.float32(total["loss"][()])
 
     def close(self) -> None:
         """Give symmetric memory back; collective."""
@@ -505,6 +506,6 @@ def embed_gradient(tokens: np.ndarray, dx: Array, carry: Array) -> Array:
     return out
 
 
-def mean_loss(total: np.ndarray, num_tokens: int) -> np.float32:
-    """total * (1 / N): the sum is divided once."""
-    return mul(np.asarray(total), np.float32(1) / np.float32(num_tokens))[()]
+def mean_loss(total: Array, num_tokens: int) -> np.float32:
+    """total * (1 / N), one division and one multiplication."""
+    return np.float32(mul(np.asarray(total), np.float32(1) / np.float32(num_tokens))[()])

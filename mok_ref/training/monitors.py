@@ -37,16 +37,16 @@ class MonitorOptions:
 class ActionOptions:
     """What alarms may do; everything is off unless switched on.
 
-    raise_aux      entropy alarm: auxiliary coefficient from aux_normal to aux_raised; after
-                   `quiet_steps` without the alarm it falls back by a quarter of the way at a time
+    raise_aux      entropy alarm: the auxiliary coefficient becomes raise_factor times its normal
+                   value (0.001 -> 0.003); after each `quiet_steps` without the alarm it falls back
+                   by a quarter of the way
     rollback_after entropy alarm or bad loss for this many steps in a row: back to the last good
                    checkpoint, at most max_rollbacks times; 0 switches it off
     clip_outliers  an outlier expert's gradient is scaled down to the outlier limit
     """
 
     raise_aux: bool = False
-    aux_normal: float = 0.001
-    aux_raised: float = 0.003
+    raise_factor: float = 3.0
     quiet_steps: int = 20
     rollback_after: int = 0
     max_rollbacks: int = 3
@@ -147,12 +147,12 @@ def find_alarms(
         idle = state.idle_steps[index]
         for expert, load in enumerate(layer["load"][:num_open]):
             idle[expert] = 0 if load else idle[expert] + 1
-            if idle[expert] == options.dead_after:
-                alarms.append(f"layer{index}: expert {expert} dead for {idle[expert]} steps")
+            if idle[expert] >= options.dead_after:
+                alarms.append(f"layer{index}: expert {expert} dead, {idle[expert]} steps without a route")
         for kind in ("gradient", "weight"):
             norms = np.array(layer.get(f"{kind}_norms", []), np.float32)
-            for expert in np.flatnonzero(outliers(norms, options.outlier)[0]):
-                alarms.append(f"layer{index}: expert {expert} {kind} norm {norms[expert]:.3g}")
+            for large in np.flatnonzero(outliers(norms, options.outlier)[0]):
+                alarms.append(f"layer{index}: expert {large} {kind} norm {norms[large]:.3g}")
     smooth = np.float32(state.smooth_loss)
     if not np.isfinite(loss):
         alarms.append(f"loss {loss}")
@@ -171,24 +171,30 @@ def is_collapse(alarms: list[str]) -> bool:
 
 
 def take_actions(
-    state: MonitorState, alarms: list[str], options: ActionOptions
+    state: MonitorState, alarms: list[str], options: ActionOptions, aux_normal: float
 ) -> tuple[list[str], bool]:
-    """Change `state` after a step's alarms. Returns (what was done, whether to roll back)."""
+    """Change `state` after a step's alarms. Returns (what was done, whether to roll back).
+
+    aux_normal  the auxiliary coefficient that the run was given
+    """
     done: list[str] = []
     entropy = any("entropy" in alarm for alarm in alarms)
     state.alarm_streak = state.alarm_streak + 1 if is_collapse(alarms) else 0
     if options.raise_aux:
         if entropy:
             state.quiet = 0
-            if state.aux < options.aux_raised:
-                done.append(f"auxiliary coefficient {state.aux:g} -> {options.aux_raised:g}")
-                state.aux = options.aux_raised
-        elif state.aux > options.aux_normal:
+            raised = aux_normal * options.raise_factor
+            if state.aux < raised:
+                done.append(f"auxiliary coefficient {state.aux:g} -> {raised:g}")
+                state.aux = raised
+        elif state.aux > aux_normal:
             state.quiet += 1
             if state.quiet >= options.quiet_steps:
                 state.quiet = 0
-                step = (options.aux_raised - options.aux_normal) / 4
-                lower = max(options.aux_normal, state.aux - step)
+                step = aux_normal * (options.raise_factor - 1) / 4
+                lower = state.aux - step
+                if lower < aux_normal + step / 2:
+                    lower = aux_normal
                 done.append(f"auxiliary coefficient {state.aux:g} -> {lower:g}")
                 state.aux = lower
     due = options.rollback_after and state.alarm_streak >= options.rollback_after

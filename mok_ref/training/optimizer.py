@@ -43,15 +43,31 @@ class AdamWOptions:
 
 @dataclass
 class Moments:
-    """AdamW's state of one parameter (or shard): first and second moment, powers of the betas."""
+    """AdamW's state: first and second moment, powers of the betas.
+
+    powers  (2,) float32, beta1^t and beta2^t; (2, L, 1, 1) for L experts with their own t
+    """
 
     m: np.ndarray
     v: np.ndarray
-    powers: np.ndarray  # (2,) float32: beta1^t, beta2^t
+    powers: np.ndarray
 
     @classmethod
-    def zeros(cls, shape: tuple[int, ...]) -> Moments:
-        return cls(np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.ones(2, np.float32))
+    def zeros(cls, shape: tuple[int, ...], stacked: bool = False) -> Moments:
+        """Start of a parameter of `shape`; `stacked`: the first axis counts experts."""
+        own = (2, shape[0], *(1 for _ in shape[1:])) if stacked else (2,)
+        return cls(
+            np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.ones(own, np.float32)
+        )
+
+    def where(self, chosen: np.ndarray, other: Moments) -> Moments:
+        """`other` for the chosen experts of a stack (L,), self for the rest."""
+        mask = chosen.reshape(-1, *(1 for _ in self.m.shape[1:]))
+        return Moments(
+            np.where(mask, other.m, self.m),
+            np.where(mask, other.v, self.v),
+            np.where(mask, other.powers, self.powers),
+        )
 
 
 def learning_rate(options: AdamWOptions, step: int, num_steps: int) -> np.float32:
@@ -73,7 +89,8 @@ def learning_rate(options: AdamWOptions, step: int, num_steps: int) -> np.float3
 
 def advance_powers(powers: np.ndarray, options: AdamWOptions) -> np.ndarray:
     """beta^t by repeated multiplication, so a resumed run has the same bits (O2)."""
-    return mul(powers, np.array([options.beta1, options.beta2], np.float32))
+    betas = np.array([options.beta1, options.beta2], np.float32)
+    return mul(powers, betas.reshape(2, *(1 for _ in powers.shape[1:])))
 
 
 def adamw(
@@ -100,10 +117,21 @@ def adamw(
     return sub(master, mul(rate, step)), Moments(m, v, powers)
 
 
+def square_sums(stack: Array) -> Array:
+    """Sum of squares of each tensor of a stack, in a fixed order (O4).
+
+    stack  (L, ..., C) float32.  Returns (L,) float32.
+    Order:  dot128 along the last axis, then rows ascending, one accumulator from +0.
+    """
+    num, columns = len(stack), stack.shape[-1]
+    rows = stack.reshape(-1, columns)
+    sums = row_sum(mul(rows, rows)).reshape(num, -1)
+    return token_sum(np.ascontiguousarray(sums.T), np.zeros(num, np.float32))
+
+
 def square_sum(tensor: Array) -> np.float32:
-    """Sum of squares in a fixed order (O4): dot128 along the last axis, then rows ascending."""
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    return token_sum(row_sum(mul(rows, rows)), np.zeros((), np.float32))
+    """square_sums of one tensor."""
+    return square_sums(tensor[None])[0]
 
 
 def clip_factor(total: np.float32, options: AdamWOptions) -> tuple[np.float32, np.float32]:

@@ -97,12 +97,9 @@ class ModelConfig:
         values = dict(values)
         router = dict(values.pop("router"))
         litter = router.pop("litter")
-        router = RouterConfig(
-            options=RoutingOptions(**router.pop("options")),
-            litter=None if litter is None else LitterOptions(**litter),
-            **router,
-        )
-        return cls(router=router, **values)
+        options = RoutingOptions(**router.pop("options"))
+        chosen = None if litter is None else LitterOptions(**litter)
+        return cls(router=RouterConfig(options=options, litter=chosen, **router), **values)
 
 
 def replicated_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -156,7 +153,7 @@ class ExpertState:
 
     ids: np.ndarray  # (L,)
     master: dict[str, np.ndarray]  # part -> (L, ...) float32
-    moments: list[dict[str, Moments]]  # per expert, per part
+    moments: dict[str, Moments]  # part -> stacked moments
     updates: np.ndarray  # (L,) int64: steps in which the expert had rows
 
     def weights(self) -> ExpertWeights:
@@ -199,9 +196,7 @@ class Parameters:
         for part in PARTS:
             own = [initial_expert(config, self.seed, layer, int(e), part) for e in owned]
             master[part] = np.stack(own) if own else np.zeros(empty[part], np.float32)
-        moments = [
-            {p: Moments.zeros(master[p].shape[1:]) for p in PARTS} for _ in range(len(owned))
-        ]
+        moments = {part: Moments.zeros(master[part].shape, stacked=True) for part in PARTS}
         return ExpertState(owned, master, moments, np.zeros(len(owned), np.int64))
 
     @property

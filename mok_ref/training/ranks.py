@@ -68,7 +68,7 @@ class Exchange:
             part = whole[first[target] : first[target + 1]]
             self._peer(target, name)[self.rank, : len(part)] = part
         self.heap.barrier()
-        mine = self._peer(self.rank, name)[:, : counts[self.rank]].any(axis=0)
+        mine = np.logical_or.reduce(self._peer(self.rank, name)[:, : counts[self.rank]], axis=0)
         self.heap.barrier()
         return mine
 

@@ -169,10 +169,10 @@ def add_gradients(a: np.ndarray, b: np.ndarray | None) -> np.ndarray:
 
 def save_routes(path: Any, routes: list[tuple[np.ndarray, np.ndarray]]) -> None:
     """Write ids and weights of consecutive layer calls (whole batch, ascending g) to an .npz."""
-    arrays = {}
+    arrays: dict[str, Any] = {"num_calls": np.int64(len(routes))}
     for call, (ids, weights) in enumerate(routes):
         arrays[f"ids_{call}"], arrays[f"weights_{call}"] = ids, weights
-    np.savez_compressed(path, num_calls=np.int64(len(routes)), **arrays)
+    np.savez_compressed(path, **arrays)
 
 
 def load_routes(path: Any) -> list[tuple[np.ndarray, np.ndarray]]:

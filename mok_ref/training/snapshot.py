@@ -11,7 +11,6 @@ import numpy as np
 from mok_ref.training import checkpoint as files
 from mok_ref.training.capacity import CapacityState
 from mok_ref.training.monitors import MonitorState
-from mok_ref.training.optimizer import Moments
 from mok_ref.training.parameters import PARTS, ExpertState
 from mok_ref.training.trainer import RunState, Trainer
 from mok_ref.training.unlocking import UnlockState
@@ -187,10 +186,10 @@ def expert_tensors(state: ExpertState, local: int) -> dict[str, np.ndarray]:
     """What is stored of one expert."""
     tensors: dict[str, np.ndarray] = {}
     for part in PARTS:
-        moments = state.moments[local][part]
+        moments = state.moments[part]
         tensors[f"master/{part}"] = state.master[part][local]
-        tensors[f"m/{part}"], tensors[f"v/{part}"] = moments.m, moments.v
-        tensors[f"powers/{part}"] = moments.powers
+        tensors[f"m/{part}"], tensors[f"v/{part}"] = moments.m[local], moments.v[local]
+        tensors[f"powers/{part}"] = moments.powers[:, local].ravel()
     return tensors
 
 
@@ -198,11 +197,9 @@ def restore_expert(state: ExpertState, local: int, tensors: dict[str, np.ndarray
     """The reverse of expert_tensors."""
     for part in PARTS:
         state.master[part][local] = tensors[f"master/{part}"]
-        state.moments[local][part] = Moments(
-            tensors[f"m/{part}"].copy(),
-            tensors[f"v/{part}"].copy(),
-            tensors[f"powers/{part}"].copy(),
-        )
+        moments = state.moments[part]
+        moments.m[local], moments.v[local] = tensors[f"m/{part}"], tensors[f"v/{part}"]
+        moments.powers[:, local] = tensors[f"powers/{part}"].reshape(2, 1, 1)
 
 
 def state_to_json(state: RunState) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from mok_ref.numerics import add, bf16_to_bits, bits_to_bf16, div, mul, to_bf16
+from mok_ref.numerics import add, bf16_to_bits, bits_to_bf16, div, fast_exp, mul, to_bf16
 from mok_ref.training.balance import BalanceOptions, balance_loss, load_ratio, update_choice_bias
 from mok_ref.training.capacity import CapacityOptions, CapacityState, adapt_capacity
 from mok_ref.training.checkpoint import CheckpointOptions
@@ -32,12 +33,12 @@ from mok_ref.training.monitors import (
 )
 from mok_ref.training.optimizer import (
     AdamWOptions,
-    Moments,
     adamw,
     clip_factor,
     learning_rate,
     sqrt,
     square_sum,
+    square_sums,
 )
 from mok_ref.training.parameters import PARTS, ModelConfig, Parameters, initial_expert
 from mok_ref.training.router import save_routes
@@ -150,12 +151,24 @@ class Trainer:
 
     # ----------------------------------------------------------------------- one step
 
-    def step(self) -> dict[str, Any]:
-        """Forward, backward, update, watch. Returns this step's record (equal on every rank)."""
+    def step(self, batch: np.ndarray | None = None) -> dict[str, Any]:
+        """Forward, backward, update, watch. Returns this step's record (equal on every rank).
+
+        batch (B, S + 1) byte values, the same on every rank; None: windows of the text
+        """
+        with self._arithmetic():
+            return self._step(batch)
+
+    def _arithmetic(self) -> AbstractContextManager[None]:
+        """Long runs without a bit promise use NumPy's own exponential too."""
+        return fast_exp() if self.config.model.arithmetic == "fast" else nullcontext()
+
+    def _step(self, batch: np.ndarray | None) -> dict[str, Any]:
         begin = time.perf_counter()
         config, state = self.config, self.state
         key = f"{config.seed}/{state.salt}/batch{state.step}"
-        batch = train_batch(self.text, key, config.batch, config.model.sequence)
+        if batch is None:
+            batch = train_batch(self.text, key, config.batch, config.model.sequence)
         controls = self._controls()
         saved = self.model.forward(batch, controls)
         self._record(saved)
@@ -272,11 +285,10 @@ class Trainer:
     def _expert_norms(self, name: str, tensors: dict[str, np.ndarray], layer: int) -> np.ndarray:
         """Norm of each expert's three matrices, from its owner. (E,) float32."""
         assert self.model.layer_config is not None
-        ids = self.parameters.experts[layer].ids
         mine = np.zeros(self.config.model.num_experts, np.float32)
-        for local, expert in enumerate(ids):
-            for part in PARTS:
-                mine[expert] = add(mine[expert], square_sum(tensors[part][local]))
+        ids = self.parameters.experts[layer].ids
+        for part in PARTS:
+            mine[ids] = add(mine[ids], square_sums(tensors[part]))
         owner = self.model.layer_config.owner_of_expert
         return sqrt(self.exchange.merge_owned(name, mine, owner))
 
@@ -302,23 +314,18 @@ class Trainer:
         saved: ForwardSaved,
     ) -> None:
         """An expert without rows keeps its weights: no decay, no step, nothing to save again."""
-        for layer, local, expert in self.parameters.owned_experts():
+        for layer, state in enumerate(self.parameters.experts):
             stats = saved.blocks[layer].stats
             assert stats is not None
-            if stats.demand[expert] == stats.dropped[expert]:
-                continue
-            state = self.parameters.experts[layer]
-            scale = mul(factor, scales[layer][expert])
+            has_rows = (stats.demand > stats.dropped)[state.ids]
+            scale = mul(factor, scales[layer][state.ids])[:, None, None]
             for part in PARTS:
-                gradient = mul(grads.experts[layer][part][local], scale)
-                state.master[part][local], state.moments[local][part] = adamw(
-                    state.master[part][local],
-                    gradient,
-                    state.moments[local][part],
-                    rate,
-                    self.config.optimizer,
-                )
-            state.updates[local] += 1
+                gradient = mul(grads.experts[layer][part], scale)
+                before, moments = state.master[part], state.moments[part]
+                after, new = adamw(before, gradient, moments, rate, self.config.optimizer)
+                state.master[part] = np.where(has_rows[:, None, None], after, before)
+                state.moments[part] = moments.where(has_rows, new)
+            state.updates += has_rows
 
     def refresh_values(self) -> None:
         """bf16 values of all replicated parameters, gathered from the owners of the shards."""
@@ -349,7 +356,9 @@ class Trainer:
         record["alarms"] = find_alarms(
             state.monitor, layers, loss, state.unlock.num_open, config.monitor
         )
-        record["actions"], roll_back = take_actions(state.monitor, record["alarms"], config.actions)
+        record["actions"], roll_back = take_actions(
+            state.monitor, record["alarms"], config.actions, config.balance.kitten
+        )
         record["roll_back"] = roll_back
         if config.unlock is not None:
             self._unlock(loss, saved, record)
@@ -389,7 +398,8 @@ class Trainer:
                     if init == "copy"
                     else initial_expert(self.config.model, self.config.seed, layer, expert, part)
                 )
-                state.moments[local][part] = Moments.zeros(copied.shape)
+                moments = state.moments[part]
+                moments.m[local], moments.v[local], moments.powers[:, local] = 0, 0, 1
         for expert in experts:
             if expert in local_of:
                 state.updates[local_of[expert]] += 1
@@ -408,7 +418,9 @@ class Trainer:
             self.text, config.batch, config.model.sequence, config.valid_batches
         )
         for batch in batches:
-            total = add(total, np.float32(self.model.loss_sum(self.model.forward(batch, controls))))
+            with self._arithmetic():
+                saved = self.model.forward(batch, controls)
+            total = add(total, np.float32(self.model.loss_sum(saved)))
         return mean_loss(total, self.model.num_tokens * len(batches))
 
     def close(self) -> None:

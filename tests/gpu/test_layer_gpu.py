@@ -1,4 +1,4 @@
-"""The whole layer through heaps, schedule, products and epilogues against the NumPy layer, bit for bit.
+"""The whole layer, heaps, schedule, products, epilogues, against the NumPy layer, bit for bit.
 
 Runs on a GPU (marker gpu) and, with small cases, on the CPU with kernels compiled for it.
 """
@@ -24,20 +24,28 @@ from mok_ref.schedule import default_splits
 from mok_ref.testing import assert_bitwise_equal, random_bf16, random_routes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu.host_cuda import compiler as host_compiler  # noqa: E402
-from host_cupy import host_cuda_device  # noqa: E402
+from host_cupy import host_cuda_device
+
+from gpu.host_cuda import compiler as host_compiler
 
 assert errors and schedule  # imported before the stand-in replaces what they load
 
 
-@pytest.fixture(
-    autouse=True, params=["host", pytest.param("cuda", marks=pytest.mark.gpu)], scope="module"
-)
+PATH = {"host": "portable", "cuda": "auto", "cuda_portable": "portable"}
+"""Kernels of the products by the fixture's parameter."""
+
+GPU_PARAMS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda_portable")]
+
+
+HOST = pytest.param("host", marks=pytest.mark.slow)  # test_layer_host.py has a quick part
+
+
+@pytest.fixture(autouse=True, params=[HOST, *GPU_PARAMS], scope="module")
 def device(request):
     """Where the kernels of this module run."""
-    if request.param == "cuda":
+    if request.param != "host":
         pytest.importorskip("cupy")
-        yield "cuda"
+        yield request.param
         return
     if host_compiler() is None:
         pytest.skip("no C++ compiler to build the kernels for the CPU")
@@ -121,12 +129,12 @@ def reference(config: MoEConfig, inputs: Inputs) -> list[dict[str, np.ndarray]]:
 
 
 def on_device(
-    config: MoEConfig, inputs: Inputs, save: str = "all", repeats: int = 1, **options: Any
+    config: MoEConfig, inputs: Inputs, path: str, save: str = "all", repeats: int = 1
 ) -> list[dict[str, np.ndarray]]:
     """The same on virtual ranks; every buffer is filled with NaN before each step."""
 
     def work(heap):
-        workspace = DeviceWorkspace(config, heap, max(inputs.counts), **options)
+        workspace = DeviceWorkspace(config, heap, max(inputs.counts), path=path)
         arguments = rank_arguments(config, inputs, heap.rank)
         for _ in range(repeats):
             heap.barrier()
@@ -171,29 +179,31 @@ def make_case(name: str) -> tuple[MoEConfig, Inputs]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forward_and_backward_bits(name: str) -> None:
+def test_forward_and_backward_bits(name: str, device: str) -> None:
     config, inputs = make_case(name)
-    assert_same(on_device(config, inputs, repeats=2), reference(config, inputs))
+    assert_same(on_device(config, inputs, PATH[device], repeats=2), reference(config, inputs))
 
 
 @pytest.mark.parametrize("save", ["all", "ring", "none"])
 @pytest.mark.parametrize("macrobatch, minibatch", [(128, 128), (384, 128), (None, None)])
-def test_batches_and_kept_rows_do_not_change_bits(save: str, macrobatch, minibatch) -> None:
+def test_batches_and_kept_rows_do_not_change_bits(
+    save: str, macrobatch, minibatch, device: str
+) -> None:
     batches = dict(macrobatch=macrobatch, minibatch=minibatch)
     config = MoEConfig(**BASE | batches | dict(shared_intermediate_size=16), ep_size=1)
     inputs = make_inputs(config, (200,))
     expected = reference(MoEConfig(**BASE, shared_intermediate_size=16), inputs)
-    assert_same(on_device(config, inputs, save), expected)
+    assert_same(on_device(config, inputs, PATH[device], save), expected)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-def test_ranks_do_not_change_bits(num_ranks: int) -> None:
+def test_ranks_do_not_change_bits(num_ranks: int, device: str) -> None:
     arguments = BASE | dict(num_experts=24, shared_intermediate_size=16)
     inputs = make_inputs(MoEConfig(**arguments), (150,))
     whole = reference(MoEConfig(**arguments), inputs)[0]
     counts = tuple(int(n) for n in default_splits(150, num_ranks))
     config = MoEConfig(**arguments, ep_size=num_ranks)
-    parts = on_device(config, inputs._replace(counts=counts))
+    parts = on_device(config, inputs._replace(counts=counts), PATH[device])
     for name in whole:
         joined = parts[0][name]
         if not name.startswith("shared"):
@@ -257,12 +267,12 @@ def test_a_context_works_once_and_only_for_the_last_forward() -> None:
     run_virtual_cuda_ranks(1, work)
 
 
-def test_negative_control_swapped_experts_change_bits() -> None:
+def test_negative_control_swapped_experts_change_bits(device: str) -> None:
     config, inputs = make_case("one_rank")
     expected = reference(config, inputs)
     swapped = ExpertWeights(*(w[[1, 0, 2, 3, 4, 5]] for w in inputs.experts))
     with pytest.raises(AssertionError):
-        assert_same(on_device(config, inputs._replace(experts=swapped)), expected)
+        assert_same(on_device(config, inputs._replace(experts=swapped), PATH[device]), expected)
 
 
 @pytest.mark.parametrize(

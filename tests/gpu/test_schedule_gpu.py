@@ -25,8 +25,8 @@ from mok_ref.schedule import build_schedule
 from mok_ref.testing import assert_bitwise_equal, random_routes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu.host_cuda import compiler as host_compiler  # noqa: E402
-from host_cupy import host_cuda_device  # noqa: E402
+from gpu.host_cuda import compiler as host_compiler
+from host_cupy import host_cuda_device
 
 
 @pytest.fixture(

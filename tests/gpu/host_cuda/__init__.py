@@ -22,6 +22,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 CUDA_SRC = HERE.parents[2] / "cuda_src"
 _FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
+_HOPPER_ONLY = r"(?s)#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n.*?#endif\n"
 _NOT_ON_HOST = ("tensor_core.cuh", "ptx.cuh")  # Hopper's own instructions
 
 
@@ -106,7 +107,7 @@ class HostKernels:
         for path in CUDA_SRC.glob("*.cuh"):
             if path.name not in _NOT_ON_HOST:
                 (build / path.name).write_text(translate(path.read_text()))
-        source = (CUDA_SRC / source_name).read_text()
+        source = re.sub(_HOPPER_ONLY, "", (CUDA_SRC / source_name).read_text())
         body = ['#include "host_cuda.h"', translate(source), '#include "portable.cuh"']
         body += [_MMA_BY_TC_GROUP, _launchers(source)]
         (build / "kernels.cc").write_text("\n".join(body))

@@ -234,6 +234,11 @@ inline float __uint_as_float(unsigned bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
+// The device's maximum and minimum: the other operand of any NaN, signalling ones too (the C library's differ).
+inline float host_fmaxf(float a, float b) { return a != a ? b : (b != b ? a : std::fmax(a, b)); }
+inline float host_fminf(float a, float b) { return a != a ? b : (b != b ? a : std::fmin(a, b)); }
+#define fmaxf host_fmaxf
+#define fminf host_fminf
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -1,0 +1,56 @@
+"""Bits of a timed run: whole tokens computed again by the NumPy reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mok_ref.combine import combine_forward
+from mok_ref.dispatch import dispatch_backward
+from mok_ref.experts import ExpertWeights, expert_backward, expert_forward
+from mok_ref.numerics import as_values, bf16_to_bits
+from mok_ref.testing import assert_bitwise_equal
+
+
+def check_tokens(layer: Any, num_samples: int = 1) -> str:
+    """ "equal", or the first difference of y, dx or d_topk_weights of sampled tokens.
+
+    layer  an `OurLayer`; its forward and backward run once here
+    """
+    y = layer.forward("all")
+    gradients = layer.backward()
+    layer.heap.check()
+    tokens = np.linspace(0, len(layer.ids) - 1, num_samples).astype(int)
+    expected = _expected(layer, tokens)
+    actual = {"y": y, "dx": gradients.dx, "d_topk_weights": gradients.d_topk_weights}
+    try:
+        for name, values in expected.items():
+            assert_bitwise_equal(actual[name][tokens].get().view(values.dtype), values, name)
+    except AssertionError as difference:
+        return str(difference)
+    return "equal"
+
+
+def _expected(layer: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """y, dx and d_topk_weights of these tokens by the reference, expert by expert."""
+    ids, weights = layer.ids[tokens].get(), layer.topk_weights[tokens].get()
+    x, dy = as_values(layer.x[tokens].get()), as_values(layer.dy[tokens].get())
+    slots = (len(tokens), layer.config.top_k, layer.config.hidden_size)
+    y, dx = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
+    d_weights = np.zeros(slots[:2], np.float32)
+    for expert in np.unique(ids):
+        row, slot = np.nonzero(ids == expert)
+        parts = (as_values(part[int(expert)].get()) for part in layer.weights)
+        expert_weights = ExpertWeights(*parts)
+        forward = expert_forward(layer.config, x[row], expert_weights)
+        backward = expert_backward(
+            layer.config, forward.gate, forward.up, dy[row], expert_weights, weights[row, slot]
+        )
+        y[row, slot], dx[row, slot] = forward.y, backward.dx
+        d_weights[row, slot] = backward.d_weight
+    return {
+        "y": bf16_to_bits(combine_forward(y, ids, weights)),
+        "dx": bf16_to_bits(dispatch_backward(dx, ids, None, None)),
+        "d_topk_weights": d_weights,
+    }

@@ -1,0 +1,136 @@
+"""Why this plan: every sentence is a comparison of two predictions or a figure of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .closed_form import Setting, estimate
+from .hardware import Hardware
+from .memory import memory_report
+from .placement import in_order
+from .search import COMMUNICATION_SMS, MINIBATCHES, Candidate, Question, padded_rows
+
+
+def reasons_for(question: Question, best: Candidate, others: list[Candidate]) -> list[str]:
+    """Sentences in the order in which the decisions were taken."""
+    makers: list[Callable[[], str | None]] = [
+        lambda: split_reason(best, others),
+        lambda: unused_reason(question.hardware, best),
+        lambda: bound_reason(best),
+        lambda: placement_reason(best),
+        lambda: minibatch_reason(best),
+        lambda: communication_reason(best),
+        lambda: memory_reason(question, best),
+    ]
+    return [text for text in (make() for make in makers) if text]
+
+
+def name_of(candidate: Candidate) -> str:
+    choice = candidate.choice
+    return f"EP {choice.ep_size} x TP {choice.tp_size} x DP {choice.dp_size}"
+
+
+def split_reason(best: Candidate, others: list[Candidate]) -> str | None:
+    """Against the next split: how much faster, and where the difference lies."""
+    rest = [o for o in others if name_of(o) != name_of(best)]
+    if not rest:
+        return f"{name_of(best)} is the only split of this machine that was asked for"
+    other = rest[0]
+    if not other.memory.fits:
+        return (
+            f"{name_of(best)}: the next split, {name_of(other)}, needs "
+            f"{other.memory.total / 1e9:.0f} GB per GPU and does not fit"
+        )
+    gain = best.tokens_per_second / other.tokens_per_second - 1
+    # parts per token, since splits may leave GPUs idle
+    difference = {
+        key: other.step.parts[key] / other.step.tokens - best.step.parts[key] / best.step.tokens
+        for key in best.step.parts
+    }
+    main = max(difference, key=lambda key: difference[key])
+    return (
+        f"{name_of(best)} gives {gain:+.1%} tokens/s against the next split, {name_of(other)}, "
+        f"mostly in {main}"
+    )
+
+
+def unused_reason(hardware: Hardware, best: Candidate) -> str | None:
+    unused = hardware.num_gpus - best.choice.num_gpus
+    if unused <= 0:
+        return None
+    return (
+        f"{unused} of {hardware.num_gpus} GPUs stay idle: the experts divide more evenly over "
+        f"{best.choice.ep_size} ranks than over all"
+    )
+
+
+def bound_reason(best: Candidate) -> str:
+    forward, backward = best.forward, best.backward
+    text = f"forward is bound by {forward.bound}, backward by {backward.bound}"
+    if best.simulated:
+        first, second = best.simulated
+        text += (
+            f"; {first.hidden_share:.0%} and {second.hidden_share:.0%} of the communication is "
+            f"hidden, links are {first.link_share:.0%} and {second.link_share:.0%} busy"
+        )
+    return text
+
+
+def placement_reason(best: Candidate) -> str:
+    plain = in_order(best.setting.work.expert_load, best.choice.ep_size)
+    return (
+        f"placement {best.placement.title}: the fullest rank has {best.placement.imbalance:.3f}x "
+        f"the mean rows (experts in order: {plain.imbalance:.3f}x)"
+    )
+
+
+def layer_ms(setting: Setting) -> float:
+    return (estimate(setting).seconds + estimate(setting, True).seconds) * 1e3
+
+
+def minibatch_reason(best: Candidate) -> str:
+    """The same layer at half and at twice the minibatch, by the closed form."""
+    setting, choice = best.setting, best.choice
+    here = layer_ms(setting)
+    texts = []
+    for size in (choice.minibatch // 2, choice.minibatch * 2):
+        if not MINIBATCHES[0] // 2 <= size <= MINIBATCHES[-1] * 2:
+            continue
+        other = replace(choice, minibatch=size, macrobatch=size * choice.ring_slots)
+        change = layer_ms(replace(setting, choice=other)) / here - 1
+        texts.append(f"{size} rows {change:+.1%}")
+    return f"minibatch {choice.minibatch} rows (time of forward and backward: {', '.join(texts)})"
+
+
+def communication_reason(best: Candidate) -> str:
+    setting, choice = best.setting, best.choice
+    here = layer_ms(setting)
+    texts = []
+    for sms in COMMUNICATION_SMS:
+        if sms == choice.communication_sms:
+            continue
+        other = replace(setting, choice=replace(choice, communication_sms=sms))
+        name = f"{sms} SMs" if sms else "helper warps"
+        texts.append(f"{name} {layer_ms(other) / here - 1:+.1%}")
+    chosen = f"{choice.communication_sms} SMs" if choice.communication_sms else "helper warps"
+    return f"rows are moved by {chosen} ({', '.join(texts)})"
+
+
+def memory_reason(question: Question, best: Candidate) -> str:
+    """What a roomier setting would need."""
+    text = f"{best.memory.total / 1e9:.0f} of {best.memory.capacity / 1e9:.0f} GB per GPU"
+    text += f", most of it {best.memory.largest}"
+    rows = padded_rows(best.setting.work, best.setting.owner)
+    roomy = replace(best.choice, sharding="none", save="all")
+    need = memory_report(
+        question.model,
+        question.hardware,
+        roomy,
+        best.setting.owner,
+        rows,
+        int(best.setting.work.tokens.max()),
+    ).total
+    if need > best.memory.total * 1.01:
+        text += f"; without sharding, with save all and no recomputation {need / 1e9:.0f} GB"
+    return text

@@ -1,0 +1,96 @@
+"""The portable path against the golden cases: every stored bit, with both ways to evaluate tc.
+
+Runs on a GPU (marker gpu) and, for a few cases, on the CPU with the kernels compiled for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mok_ref.casefile import load_case, read_npz
+from mok_ref.golden import golden_pairs
+from mok_ref.gpu import layer as gpu_layer
+from mok_ref.gpu import portable, schedule
+from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
+from mok_ref.runner import Settings, assemble, make_plan, run_rank
+from mok_ref.testing import assert_bitwise_equal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu.host_cuda import compiler as host_compiler
+from host_cupy import host_cuda_device
+
+assert schedule  # imported before the stand-in replaces what it loads
+
+FOLDER = Path(__file__).resolve().parents[1] / "golden"
+PAIRS = {name: (case_file, out_file) for name, case_file, out_file in golden_pairs(FOLDER)}
+ON_THE_CPU = {("1", "soft"), ("4", "soft"), ("4", "mma"), ("empty_experts", "soft")}
+
+
+@pytest.fixture(
+    autouse=True, params=["host", pytest.param("cuda", marks=pytest.mark.gpu)], scope="module"
+)
+def device(request):
+    """Where the kernels of this module run."""
+    if request.param == "cuda":
+        pytest.importorskip("cupy")
+        yield "cuda"
+        return
+    if host_compiler() is None:
+        pytest.skip("no C++ compiler to build the kernels for the CPU")
+    with host_cuda_device():
+        yield "host"
+
+
+@pytest.fixture
+def use_portable(monkeypatch):
+    """Make the layer take the portable path with one way to evaluate tc."""
+
+    def choose(tc_path: str) -> None:
+        monkeypatch.setattr(gpu_layer, "_hopper_refusal", lambda config: "the test asks for portable")
+        monkeypatch.setattr(portable, "choose_path", lambda: tc_path)
+
+    return choose
+
+
+def run_case(name: str, **settings) -> tuple[dict, dict]:
+    """(tensors computed, tensors expected) of a golden case at its own splits."""
+    case, expected = load_case(PAIRS[name][0]), read_npz(PAIRS[name][1])
+    plan = make_plan(case, Settings(device="cuda", backward="dx" in expected, **settings))
+    results = run_virtual_cuda_ranks(plan.config.ep_size, lambda heap: run_rank(plan, heap), 60)
+    return assemble(plan, results).tensors, expected
+
+
+def assert_case(name: str, **settings) -> None:
+    tensors, expected = run_case(name, **settings)
+    stored = {key for key in expected if key not in ("digest", "digests")}
+    assert stored <= set(tensors), stored - set(tensors)
+    for key in sorted(stored):
+        assert_bitwise_equal(tensors[key], expected[key], f"{name} {key}")
+
+
+@pytest.mark.parametrize("tc_path", ["soft", "mma"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_golden_bits(name: str, tc_path: str, device: str, use_portable) -> None:
+    if device == "host" and (name, tc_path) not in ON_THE_CPU:
+        pytest.skip("on the CPU a few cases are enough")
+    use_portable(tc_path)
+    assert_case(name)
+
+
+@pytest.mark.parametrize("save", ["ring", "none"])
+def test_a_small_ring_changes_nothing(save: str, device: str, use_portable) -> None:
+    use_portable("soft" if device == "host" else "mma")
+    assert_case("0", macrobatch=128, minibatch=128, save=save)
+
+
+def test_negative_control_another_clamp_changes_bits(use_portable) -> None:
+    use_portable("soft")
+    case = load_case(PAIRS["1"][0])
+    assert case.swiglu_limit
+    tensors, expected = run_case("1")
+    tensors["dw_up"][0, 0, 0] += 1
+    with pytest.raises(AssertionError, match="dw_up"):
+        assert_bitwise_equal(tensors["dw_up"], expected["dw_up"], "dw_up")

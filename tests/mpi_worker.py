@@ -1,0 +1,104 @@
+"""What tests run under mpiexec: python tests/mpi_worker.py STEP [ARGUMENTS].
+
+Each line of output is written at once, so that lines of different ranks never mix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from cases import Case, assemble, make_case, rank_step, splits_of
+from test_ranks import RANK_SIZES
+
+from mok_ref import HeapError, Workspace
+from mok_ref.heap.mpi import MpiSharedHeap, import_mpi
+from mok_ref.testing import digest
+
+
+def say(text: str) -> None:
+    os.write(1, (text + "\n").encode())
+
+
+def run_layer(heap: Any, case: Case, splits: np.ndarray) -> dict[str, np.ndarray] | None:
+    """The case on all ranks; the whole batch's tensors on rank 0."""
+    config = case.config(heap.size)
+    workspace = Workspace(config, heap, int(splits.max()))
+    part = rank_step(heap, case, config, splits, workspace)
+    workspace.close()
+    parts = import_mpi().COMM_WORLD.gather(part)
+    return None if parts is None else assemble(config, parts)
+
+
+def digests(heap: Any, *all_splits: str) -> None:
+    """One line per split: digest of everything, digest without replicated gradients."""
+    case = make_case(RANK_SIZES)
+    for splits in all_splits or ("",):
+        counts = [int(n) for n in splits.split(",")] if splits else heap.size
+        whole = run_layer(heap, case, splits_of(len(case.x), counts))
+        if whole is not None:
+            own = {n: v for n, v in whole.items() if not n.startswith("shared_")}
+            say(json.dumps({"all": digest(whole), "own": digest(own)}))
+
+
+def late_start(heap: Any, seconds: str) -> None:
+    """Rank 1 sleeps before its first step."""
+    if heap.rank == 1:
+        time.sleep(float(seconds))
+    digests(heap)
+
+
+def die(heap: Any, how: str) -> None:
+    """Rank 1 leaves in the middle of a step, between forward's two barriers."""
+    case = make_case(RANK_SIZES)
+    config, splits = case.config(heap.size), splits_of(len(case.x), heap.size)
+    barrier, leaving = heap.barrier, {"exit": os._exit, "kill": os.kill, "stop": os.kill}[how]
+
+    def leave_before_pushes(phase: str = "") -> None:
+        if heap.rank == 1 and phase == "forward, pushing expert outputs":
+            number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(how)
+            leaving(*(() if number is None else (os.getpid(),)), number or 0)
+        barrier(phase)
+
+    heap.barrier = leave_before_pushes
+    rank_step(heap, case, config, splits)
+
+
+def disagree(heap: Any) -> None:
+    heap.alloc("buffer", (4 + heap.rank // 2, 3), np.float32)
+
+
+def refuse(heap: Any) -> None:
+    """A bad input on one rank only."""
+    case = make_case(RANK_SIZES)
+    if heap.rank == 1:
+        case.topk_ids[...] = 99
+    digests_of = case.config(heap.size), splits_of(len(case.x), heap.size)
+    rank_step(heap, case, *digests_of)
+
+
+STEPS = {f.__name__: f for f in (digests, late_start, die, disagree, refuse)}
+
+
+def main() -> None:
+    started = time.monotonic()
+    timeout_s = float(os.environ.get("HEAP_TIMEOUT_S", "30"))
+    try:
+        heap = MpiSharedHeap(timeout_s=timeout_s)
+        STEPS[sys.argv[1]](heap, *sys.argv[2:])
+        heap.close()
+    except (HeapError, ValueError) as error:
+        rank = import_mpi().COMM_WORLD.rank
+        taken = time.monotonic() - started
+        say(json.dumps({"rank": rank, "error": str(error), "seconds": taken}))
+        time.sleep(0.5)  # let the other survivors speak before the launcher ends them
+        os._exit(3)
+
+
+if __name__ == "__main__":
+    main()

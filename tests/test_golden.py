@@ -1,0 +1,102 @@
+"""Golden cases: every stored bit, at the stored and at other numbers of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mok_ref.casefile import load_case, read_npz, write_npz
+from mok_ref.golden import BUILT_IN, check_case, check_folder, golden_pairs, make_folder
+from mok_ref.runner import Settings, make_plan, run_virtual
+
+FOLDER = Path(__file__).parent / "golden"
+PAIRS = {name: (case_file, out_file) for name, case_file, out_file in golden_pairs(FOLDER)}
+GIVEN = [str(i) for i in range(8)]
+
+
+def test_all_cases_are_there() -> None:
+    assert sorted(PAIRS) == sorted([*GIVEN, *BUILT_IN])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_bit(name: str) -> None:
+    _, fault = check_case(*PAIRS[name], Settings())
+    assert fault == ""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_small_ring_changes_nothing(name: str) -> None:
+    _, fault = check_case(*PAIRS[name], Settings(macrobatch=128, minibatch=128, save="none"))
+    assert fault == ""
+
+
+@pytest.mark.parametrize("name", sorted(set(PAIRS) - {"3", "5", "uneven_splits"}))
+def test_one_rank_gives_the_same_bits_in_canonical_order(name: str) -> None:
+    """Everything but replicated gradients, which need splits in units of 16 (spec section 6)."""
+    case_file, out_file = PAIRS[name]
+    case, expected = load_case(case_file), read_npz(out_file)
+    backward = "dx" in expected
+    result = run_virtual(make_plan(case, Settings(ranks=1, placement="even", backward=backward)))
+    splits = np.array([case.num_tokens]) if case.splits is None else case.splits
+    filled = np.flatnonzero(splits)
+    units_of_16 = (splits[filled[:-1]] % 16 == 0).all()
+    for key, tensor in result.tensors.items():
+        replicated = key.startswith("shared_dw") or key == "dw_router"
+        if units_of_16 or not replicated:
+            np.testing.assert_array_equal(tensor, expected[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_cases_are_the_stored_ones(name: str) -> None:
+    from mok_ref.casefile import case_arrays
+
+    stored = read_npz(PAIRS[name][0])
+    made = case_arrays(BUILT_IN[name]())
+    assert sorted(stored) == sorted(made)
+    for key, value in made.items():
+        np.testing.assert_array_equal(stored[key], value, err_msg=key)
+
+
+def test_one_wrong_bit_is_found_and_named(tmp_path: Path) -> None:
+    case_file, out_file = PAIRS["router_softmax"]
+    wrong = read_npz(out_file)
+    wrong["dw_router"].view(np.uint32)[3, 5] ^= 1
+    write_npz(tmp_path / "out.npz", wrong)
+    _, fault = check_case(case_file, tmp_path / "out.npz", Settings())
+    assert fault.startswith("dw_router: 1 of ") and "(3, 5)" in fault
+
+
+def test_a_missing_tensor_is_found(tmp_path: Path) -> None:
+    case_file, out_file = PAIRS["0"]
+    wrong = read_npz(out_file)
+    del wrong["dw_up"]
+    write_npz(tmp_path / "out.npz", wrong)
+    _, fault = check_case(case_file, tmp_path / "out.npz", Settings())
+    assert fault.startswith("tensors ")
+
+
+def test_make_writes_what_is_missing_and_nothing_else(tmp_path: Path) -> None:
+    for path in PAIRS["forward_only"]:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "out_forward_only.npz").unlink()
+    shutil.copy(PAIRS["1"][0], tmp_path)
+    shutil.copy(PAIRS["2"][1], tmp_path / "out1.npz")  # a wrong one: it must stay as it is
+    written: list[str] = []
+    make_folder(tmp_path, written.append)
+    names = {Path(path).name for path in written}
+    assert "out_forward_only.npz" in names and "out1.npz" not in names
+    assert (tmp_path / "out1.npz").read_bytes() == PAIRS["2"][1].read_bytes()
+    again: list[str] = []
+    make_folder(tmp_path, again.append)
+    assert again == []
+    faults = {}
+    assert not check_folder(tmp_path, Settings(), lambda check: faults.update({check.name: check}))
+    assert [name for name, check in faults.items() if check.fault] == ["1"]
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must hold golden cases"):
+        check_folder(tmp_path, Settings(), print)
