@@ -13,22 +13,17 @@
 
 namespace mok {
 
-MOK_DEVICE void produce_chain(const WgradContext& c) {
-  StageCursor stage;
-  TaskCursor queue;
-  const u32 total = c.params.end_tile - c.params.first_tile;
-  u32 ticket = draw_ticket(c.params.ticket);
-  while (ticket < total && !aborted(c.layer.abort_flag)) {
-    const u32 next = draw_ticket(c.params.ticket);
+// Tickets of one chain launch over its group of tiles.
+struct ChainTickets {
+  const WgradContext& c;
+
+  MOK_DEVICE LocatedTile locate(u32 ticket) const {
+    if (ticket >= static_cast<u32>(c.params.end_tile - c.params.first_tile)) return LocatedTile{};
     const WgradTile tile = wgrad_tile(c.params, c.params.first_tile + static_cast<i32>(ticket));
     const i32 begin = c.params.accumulate ? kBeginStart : kBeginZero;
-    const TileTask task =
-        weight_task(c.params, tile, 0, c.params.num_rows, flags_of(tile.product, begin, kEndFloat32, 0, 0));
-    publish_task(c.layout, queue, task);
-    load_wgrad_tile(c, task, 0, stage);
-    ticket = next;
+    return LocatedTile{weight_task(c.params, tile, 0, c.params.num_rows, flags_of(tile.product, begin, kEndFloat32, 0, 0)),
+                       0};
   }
-  publish_task(c.layout, queue, TileTask{});
-}
+};
 
 }  // namespace mok

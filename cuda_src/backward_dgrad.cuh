@@ -66,9 +66,13 @@ MOK_DEVICE HiddenPair hidden_backward_pair(u32 gate, u32 up, float dhu_low, floa
 // What a thread needs of its two rows (r and r + 8 of the warp's 16).
 struct HiddenRows {
   float weight[2];
-  u32 keep[2];         // all ones for a route, 0 for padding: gate and up of padding are whatever memory held
-  float* partial[2];   // block sums of the row for this tile's columns, null: no dot (shared expert, padding)
-  i64 partial_stride;  // between column blocks
+  u32 keep[2];  // all ones for a route, 0 for padding: gate and up of padding are whatever memory held
+};
+
+// Where the block sums of the first row go (the second's lie 8 further); null: none (shared expert).
+struct DotTarget {
+  float* partial;
+  i64 stride;  // between column blocks
 };
 
 // +0 for rows behind `valid` and columns behind `columns`.
@@ -93,7 +97,7 @@ MOK_DEVICE void store_block_sum(float s, float* target) {
 // The whole epilogue of a hidden tile for one multiplying warp: four stages of 64 columns.
 template <bool kClamp>
 MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 group,
-                                const HiddenRows& rows, const SwigluLimit& clamp) {
+                                const HiddenRows& rows, const DotTarget& target, const SwigluLimit& clamp) {
   const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % 4;
   const i32 fragment_row = warp * 16 + lane % 16;
   const u32 row_offset = group * kBoxBytes + fragment_row * 128;
@@ -126,8 +130,8 @@ MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, Sta
     if (chunk & 1) {
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-        float* target = rows.partial[r];
-        store_block_sum(dot[r], target == nullptr ? nullptr : target + (chunk >> 1) * rows.partial_stride);
+        float* partial = target.partial;
+        store_block_sum(dot[r], partial == nullptr ? nullptr : partial + (chunk >> 1) * target.stride + 8 * r);
         dot[r] = 0.0f;
       }
     }

@@ -170,11 +170,11 @@ MOK_DEVICE void load_operand(u32 tile, const Operand& operand, i32 k, u32 barrie
   }
 }
 
-// Producer lane: `depth` k-blocks of A (128 rows) and B (256 columns) into the ring.
+// Producer lane: k-blocks first .. end - 1 of A (128 rows) and B (256 columns) into the ring.
 template <Major kMajorA, Major kMajorB>
 MOK_DEVICE void load_product(const SharedLayout& layout, StageCursor& cursor, const Operand& a, const Operand& b,
-                             i32 depth) {
-  for (i32 k = 0; k < depth; ++k) {
+                             i32 first, i32 end) {
+  for (i32 k = first; k < end; ++k) {
     mbarrier_wait(layout.empty(cursor.index), cursor.parity ^ 1);
     const u32 full = layout.full(cursor.index);
     mbarrier_arrive_expect_tx(full, kStageBytes);

@@ -81,59 +81,111 @@ MOK_DEVICE void load_gate_up(const DgradContext& c, const TileTask& task, StageC
   }
 }
 
-MOK_DEVICE void load_dgrad_tile(const DgradContext& c, const TileTask& task, StageCursor& stage) {
-  const bool shared = task.flags & kSharedTile, again = task.flags & kMadeAgain;
-  const DgradOperands& maps = c.operands(shared);
+// What must be complete before a tile's operands may be loaded; `ready` null: nothing.
+struct Dependency {
+  const u32* ready;
+  u32 needed, phase;
+};
+
+MOK_DEVICE Dependency dependency_of(const DgradContext& c, const TileTask& task) {
+  const bool shared = task.flags & kSharedTile;
   const DgradCounters counters = c.counters();
-  const WaitContext wait = wait_context(c.layer);
-  const i32 row = task.block * kRowTile, I = c.intermediate_size(shared);
-  const u32 hidden_tiles = ceil_div(I, kTileColumns);
+  const u32 hidden_tiles = ceil_div(c.intermediate_size(shared), kTileColumns), rows = pulled_rows(task.valid);
+  if (task.kind == kTaskInput) return Dependency{c.hidden_ready(shared, task.block), hidden_tiles, kPhaseDgradReady};
+  if (shared) return Dependency{nullptr, 0, kPhaseNone};
+  if (task.kind == kTaskHidden) return Dependency{counters.dy_ready(task.block), rows, kPhaseRowsReady};
+  return Dependency{c.params.x_in_ring ? nullptr : counters.x_ready(task.block), rows, kPhaseRowsReady};
+}
+
+// Asks without waiting: a tile may depend on the very tile that this warp is loading.
+MOK_DEVICE bool is_ready(const Dependency& dependency) {
+  return dependency.ready == nullptr ||
+         static_cast<i32>(ld_acquire_gpu(dependency.ready) - dependency.needed) >= 0;
+}
+
+MOK_DEVICE void wait_for(const DgradContext& c, const Dependency& dependency, i32 block) {
+  wait_gpu(dependency.ready, dependency.needed, wait_context(c.layer), dependency.phase, block);
+}
+
+// A product of a tile: both operands at k-block 0.
+struct Product {
+  Operand a, b;
+};
+
+// `half` 1: the second half of a dx chain.
+MOK_DEVICE Product product_of(const DgradContext& c, const TileTask& task, i32 half) {
+  const bool shared = task.flags & kSharedTile;
+  const DgradOperands& maps = c.operands(shared);
+  const i32 row = task.block * kRowTile;
+  if (task.kind == kTaskHidden) {
+    return Product{Operand{&maps.dy, 0, row, 0}, Operand{&maps.w_down, task.column, 0, task.batch}};
+  }
+  if (task.kind == kTaskInput) {
+    return Product{Operand{half ? &maps.d_up : &maps.d_gate, 0, row, 0},
+                   Operand{half ? &maps.w_up : &maps.w_gate, task.column, 0, task.batch}};
+  }
+  const i32 columns = ceil_div(c.intermediate_size(shared), kTileColumns) * kTileColumns;
+  const bool gate = task.column < columns;
+  return Product{Operand{&maps.x, 0, row, 0},
+                 Operand{gate ? &maps.w_gate : &maps.w_up, 0, task.column - (gate ? 0 : columns), task.batch}};
+}
+
+// K-blocks first .. end - 1 of one product.
+MOK_DEVICE void load_dgrad_product(const DgradContext& c, const TileTask& task, const Product& product, i32 first,
+                                   i32 end, StageCursor& stage) {
   if (task.kind == kTaskGateUp) {
-    if (!shared && !c.params.x_in_ring) {
-      wait_gpu(counters.x_ready(task.block), pulled_rows(task.valid), wait, kPhaseRowsReady, task.block);
-      fence_proxy_async_global();
-    }
-    const i32 columns = ceil_div(I, kTileColumns) * kTileColumns;
-    const bool gate = task.column < columns;
-    const Operand weight{gate ? &maps.w_gate : &maps.w_up, 0, task.column - (gate ? 0 : columns), task.batch};
-    load_product<Major::kK, Major::kK>(c.layout, stage, Operand{&maps.x, 0, row, 0}, weight, task.depth);
-  } else if (task.kind == kTaskHidden) {
-    if (!shared) {
-      wait_gpu(counters.dy_ready(task.block), pulled_rows(task.valid), wait, kPhaseRowsReady, task.block);
-      fence_proxy_async_global();
-    }
-    load_product<Major::kK, Major::kMN>(c.layout, stage, Operand{&maps.dy, 0, row, 0},
-                                        Operand{&maps.w_down, task.column, 0, task.batch}, task.depth);
-    if (again) {
-      wait_gpu(c.again_ready(shared, task.block), 2 * hidden_tiles, wait, kPhaseHiddenReady, task.block);
-      fence_proxy_async_global();
-    }
-    load_gate_up(c, task, stage);
+    load_product<Major::kK, Major::kK>(c.layout, stage, product.a, product.b, first, end);
   } else {
-    wait_gpu(c.hidden_ready(shared, task.block), hidden_tiles, wait, kPhaseDgradReady, task.block);
-    fence_proxy_async_global();
-    load_product<Major::kK, Major::kMN>(c.layout, stage, Operand{&maps.d_gate, 0, row, 0},
-                                        Operand{&maps.w_gate, task.column, 0, task.batch}, task.depth / 2);
-    load_product<Major::kK, Major::kMN>(c.layout, stage, Operand{&maps.d_up, 0, row, 0},
-                                        Operand{&maps.w_up, task.column, 0, task.batch}, task.depth / 2);
+    load_product<Major::kK, Major::kMN>(c.layout, stage, product.a, product.b, first, end);
   }
 }
 
+// The rest of a tile, behind the first `ahead` k-blocks.
+MOK_DEVICE void load_rest(const DgradContext& c, const TileTask& task, i32 ahead, StageCursor& stage) {
+  const bool shared = task.flags & kSharedTile;
+  const i32 depth = task.kind == kTaskInput ? task.depth / 2 : task.depth;
+  load_dgrad_product(c, task, product_of(c, task, 0), ahead, depth, stage);
+  if (task.kind == kTaskInput) {
+    load_dgrad_product(c, task, product_of(c, task, 1), 0, depth, stage);
+  } else if (task.kind == kTaskHidden) {
+    if (task.flags & kMadeAgain) {
+      const u32 needed = 2 * ceil_div(c.intermediate_size(shared), kTileColumns);
+      wait_for(c, Dependency{c.again_ready(shared, task.block), needed, kPhaseHiddenReady}, task.block);
+      fence_proxy_async_global();
+    }
+    load_gate_up(c, task, stage);
+  }
+}
+
+// Producer lane. While the first stages of a tile are on their way, the next tile is located and asked for its
+// dependency, so that no look-up stands between two tiles.
 MOK_DEVICE void produce_dgrad(const DgradContext& c) {
   StageCursor stage;
   TaskCursor queue;
   DgradWalk walk = shared_walk(c.layer, c.params);
   bool shared = true;
-  u32 ticket = draw_ticket(c.counters().tile_ticket());
-  while (true) {
-    const u32 next = draw_ticket(c.counters().tile_ticket());  // its latency hides behind this tile
-    TileTask task = dgrad_task(c, walk, shared, ticket);
-    if (aborted(c.layer.abort_flag)) task.kind = kTaskEnd;
+  u32* const tickets = c.counters().tile_ticket();
+  const u32 first_ticket = draw_ticket(tickets);
+  u32 ticket = draw_ticket(tickets);
+  TileTask task = dgrad_task(c, walk, shared, first_ticket);
+  bool ready = false;
+  while (task.kind != kTaskEnd) {
     publish_task(c.layout, queue, task);
-    if (task.kind == kTaskEnd) return;
-    load_dgrad_tile(c, task, stage);
-    ticket = next;
+    if (!ready) {
+      const Dependency dependency = dependency_of(c, task);
+      if (dependency.ready != nullptr) wait_for(c, dependency, task.block);
+    }
+    fence_proxy_async_global();
+    const i32 depth = task.kind == kTaskInput ? task.depth / 2 : task.depth, ahead = min(depth, kStages);
+    load_dgrad_product(c, task, product_of(c, task, 0), 0, ahead, stage);
+    TileTask next = dgrad_task(c, walk, shared, ticket);
+    ticket = draw_ticket(tickets);
+    ready = next.kind != kTaskEnd && is_ready(dependency_of(c, next));
+    if (aborted(c.layer.abort_flag)) next.kind = kTaskEnd;
+    load_rest(c, task, ahead, stage);
+    task = next;
   }
+  publish_task(c.layout, queue, TileTask{});
 }
 
 // ---- storing warp: 1 ----
@@ -207,47 +259,61 @@ MOK_DEVICE void store_dgrad(const DgradContext& c) {
 
 // ---- multiplying warps ----
 
-MOK_DEVICE HiddenRows hidden_rows(const DgradContext& c, const TileTask& task, i32 row) {
+// What a thread looks up for a hidden tile, before the product so that the loads are over when it ends.
+MOK_DEVICE HiddenRows hidden_rows(const DgradContext& c, const TileTask& task) {
   const bool shared = task.flags & kSharedTile;
-  const i64 ring_rows = static_cast<i64>(c.params.macro_blocks) * kRowTile;
-  const i64 ring_row = static_cast<i64>(task.block) * kRowTile + row;
+  const i32 row = first_row_of_warp() + threadIdx.x % kWarpSize / 4;
   HiddenRows rows;
-  rows.partial_stride = ring_rows;
 #pragma unroll
   for (i32 j = 0; j < 2; ++j) {
-    const bool route = row + 8 * j < task.valid;
-    const i64 global_row = c.params.macro_index * ring_rows + ring_row + 8 * j;
+    const i64 global_row = static_cast<i64>(c.first_block() + task.block) * kRowTile + row + 8 * j;
     rows.weight[j] = shared ? 1.0f : c.layer.row_weight[global_row];
-    rows.keep[j] = route ? ~0u : 0u;
-    rows.partial[j] = shared || !route
-                          ? nullptr
-                          : c.params.dot_partial + task.column / kDotBlock * ring_rows + ring_row + 8 * j;
+    rows.keep[j] = row + 8 * j < task.valid ? ~0u : 0u;
   }
   return rows;
 }
 
+// Block sums of dot128 for this thread's two rows: [column block][ring row].
+MOK_DEVICE DotTarget dot_target(const DgradContext& c, const TileTask& task) {
+  if (task.flags & kSharedTile) return DotTarget{nullptr, 0};
+  const i64 ring_rows = static_cast<i64>(c.params.macro_blocks) * kRowTile;
+  const i64 ring_row = static_cast<i64>(task.block) * kRowTile + first_row_of_warp() + threadIdx.x % kWarpSize / 4;
+  return DotTarget{c.params.dot_partial + task.column / kDotBlock * ring_rows + ring_row, ring_rows};
+}
+
 template <bool kClamp>
-MOK_DEVICE void finish_hidden(float (&d)[128], const DgradContext& c, const TileTask& task, StageCursor& stage,
-                              i32 group, const SwigluLimit& clamp) {
+MOK_DEVICE void finish_hidden(float (&d)[128], const DgradContext& c, const TileTask& task, const HiddenRows& rows,
+                              StageCursor& stage, i32 group, const SwigluLimit& clamp) {
   const i32 lane = threadIdx.x % kWarpSize, row = first_row_of_warp() + lane / 4;
   const i32 I = c.intermediate_size(task.flags & kSharedTile);
   if (task.valid < group * 64 + 64 || task.column + kTileColumns > I) {
     mask_tile(d, row, task.valid, task.column + 2 * (lane % 4), I);
   }
-  hidden_epilogue<kClamp>(d, c.layout, stage, group, hidden_rows(c, task, row), clamp);
+  hidden_epilogue<kClamp>(d, c.layout, stage, group, rows, dot_target(c, task), clamp);
 }
 
-MOK_DEVICE TargetRows target_rows(const DgradContext& c, const TileTask& task, i32 hidden_columns) {
+// Where the rows of a gate/up or dx tile go, looked up before the product.
+MOK_DEVICE TargetRows target_rows(const DgradContext& c, const TileTask& task) {
   const bool shared = task.flags & kSharedTile;
   const i64 row = static_cast<i64>(task.block) * kRowTile;
   if (task.kind == kTaskInput) {
     if (!shared) return owner_slots(c.layer, static_cast<i64>(c.first_block()) * kRowTile + row);
     return local_rows(c.params.shared_dx, row, task.valid, c.layer.hidden_size);
   }
-  const bool gate = task.column < hidden_columns;
+  const bool gate = task.column < ceil_div(c.intermediate_size(shared), kTileColumns) * kTileColumns;
   u16* matrix = shared ? (gate ? c.params.shared_gate_again : c.params.shared_up_again)
                        : (gate ? c.params.gate_again : c.params.up_again);
   return local_rows(matrix, row, task.valid, c.intermediate_size(shared));
+}
+
+// Made by the kinds of tiles that store rows of bf16.
+MOK_DEVICE void finish_rows(const float (&d)[128], const DgradContext& c, const TileTask& task,
+                            const TargetRows& target) {
+  const i32 I = c.intermediate_size(task.flags & kSharedTile);
+  const i32 hidden_columns = ceil_div(I, kTileColumns) * kTileColumns;
+  const bool input = task.kind == kTaskInput, up = !input && task.column >= hidden_columns;
+  store_rows(d, c.layout.staging(threadIdx.x / kWarpSize - 4), target, task.column - (up ? hidden_columns : 0),
+             input ? c.layer.hidden_size : I);
 }
 
 template <bool kClamp>
@@ -256,7 +322,6 @@ MOK_DEVICE void multiply_dgrad(const DgradContext& c, i32 group) {
   TaskCursor queue;
   const float limit = c.layer.swiglu_limit;
   const SwigluLimit clamp{limit, kClamp ? sigmoid(limit) : 0.0f};
-  const u32 staging = c.layout.staging(threadIdx.x / kWarpSize - 4);
   while (true) {
     const TileTask task = read_task(c.layout, queue);
     if (task.kind == kTaskEnd) return;
@@ -266,19 +331,18 @@ MOK_DEVICE void multiply_dgrad(const DgradContext& c, i32 group) {
       skip_stages(c.layout, stage, task.depth + (task.kind == kTaskHidden ? 4 : 0));
     } else {
       float d[128];
-      if (task.kind == kTaskGateUp) {
-        multiply<Major::kK, Major::kK>(d, c.layout, stage, task.depth, group, 0);
-      } else {
-        multiply<Major::kK, Major::kMN>(d, c.layout, stage, task.depth, group, 0);
-      }
       if (task.kind == kTaskHidden) {
-        finish_hidden<kClamp>(d, c, task, stage, group, clamp);
+        const HiddenRows rows = hidden_rows(c, task);
+        multiply<Major::kK, Major::kMN>(d, c.layout, stage, task.depth, group, 0);
+        finish_hidden<kClamp>(d, c, task, rows, stage, group, clamp);
       } else {
-        const i32 I = c.intermediate_size(task.flags & kSharedTile);
-        const i32 hidden_columns = ceil_div(I, kTileColumns) * kTileColumns;
-        const bool input = task.kind == kTaskInput, up = !input && task.column >= hidden_columns;
-        store_rows(d, staging, target_rows(c, task, hidden_columns), task.column - (up ? hidden_columns : 0),
-                   input ? c.layer.hidden_size : I);
+        const TargetRows target = target_rows(c, task);
+        if (task.kind == kTaskInput) {
+          multiply<Major::kK, Major::kMN>(d, c.layout, stage, task.depth, group, 0);
+        } else {
+          multiply<Major::kK, Major::kK>(d, c.layout, stage, task.depth, group, 0);
+        }
+        finish_rows(d, c, task, target);
       }
     }
     __syncwarp();

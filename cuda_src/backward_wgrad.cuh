@@ -109,12 +109,20 @@ MOK_DEVICE i32 chain_flags(const WgradParams& params, const ExpertRows& rows, i3
   return flags_of(product, begin, end, params.macro_index & 1, (params.macro_index + 1) & 1);
 }
 
-// Loads one tile's operands: rows `ring_row` .. of both matrices along K.
-MOK_DEVICE void load_wgrad_tile(const WgradContext& c, const TileTask& task, i32 ring_row, StageCursor& stage) {
-  const i32 product = product_of(task.flags);
-  load_product<Major::kMN, Major::kMN>(c.layout, stage, Operand{&c.maps.rows_out[product], task.block, ring_row, 0},
-                                       Operand{&c.maps.rows_in[product], task.column, ring_row, 0},
-                                       ceil_div(task.depth, kDepthBlock / kChainStep));
+// A tile to make and the ring row where its K begins.
+struct LocatedTile {
+  TileTask task;
+  i32 ring_row;
+};
+
+// K-blocks first .. end - 1 of one tile: rows of both matrices along K.
+MOK_DEVICE void load_wgrad_tile(const WgradContext& c, const LocatedTile& tile, i32 first, i32 end,
+                                StageCursor& stage) {
+  const i32 product = product_of(tile.task.flags);
+  load_product<Major::kMN, Major::kMN>(c.layout, stage,
+                                       Operand{&c.maps.rows_out[product], tile.task.block, tile.ring_row, 0},
+                                       Operand{&c.maps.rows_in[product], tile.task.column, tile.ring_row, 0}, first,
+                                       end);
 }
 
 MOK_DEVICE TileTask weight_task(const WgradParams& params, const WgradTile& tile, i32 expert, i32 num_rows, i32 flags) {
@@ -128,24 +136,48 @@ MOK_DEVICE TileTask weight_task(const WgradParams& params, const WgradTile& tile
                   0};
 }
 
-MOK_DEVICE void produce_wgrad(const WgradContext& c) {
+// Tickets of one wgrad launch over the experts of its macrobatch.
+struct ExpertTickets {
+  const WgradContext& c;
+  ExpertRange experts;
+  u32 tiles;  // per expert
+
+  MOK_DEVICE explicit ExpertTickets(const WgradContext& context)
+      : c(context), experts(experts_of_macrobatch(c.layer, c.params)), tiles(tiles_per_expert(c.params)) {}
+
+  // The tile of a ticket, or of the next one that has something to do.
+  MOK_DEVICE LocatedTile locate(u32 ticket) const {
+    const u32 total = (experts.end - experts.first) * tiles;
+    for (; ticket < total; ticket = draw_ticket(c.params.ticket)) {
+      const i32 expert = experts.first + static_cast<i32>(ticket / tiles);
+      const ExpertRows rows = expert_rows(c.layer, c.params, expert);
+      if (rows.count == 0 && c.params.accumulate) continue;
+      const WgradTile tile = wgrad_tile(c.params, static_cast<i32>(ticket % tiles));
+      return LocatedTile{weight_task(c.params, tile, expert, rows.count, chain_flags(c.params, rows, tile.product)),
+                         rows.ring_row};
+    }
+    return LocatedTile{};
+  }
+};
+
+// Producer lane. While the first stages of a tile are on their way, the next tile is located, so that no look-up
+// stands between two tiles.
+template <typename Tickets>
+MOK_DEVICE void produce_weights(const WgradContext& c, const Tickets& tickets) {
   StageCursor stage;
   TaskCursor queue;
-  const ExpertRange experts = experts_of_macrobatch(c.layer, c.params);
-  const u32 tiles = tiles_per_expert(c.params), total = (experts.end - experts.first) * tiles;
+  const u32 first_ticket = draw_ticket(c.params.ticket);
   u32 ticket = draw_ticket(c.params.ticket);
-  while (ticket < total && !aborted(c.layer.abort_flag)) {
-    const u32 next = draw_ticket(c.params.ticket);
-    const i32 expert = experts.first + static_cast<i32>(ticket / tiles);
-    const ExpertRows rows = expert_rows(c.layer, c.params, expert);
-    if (rows.count > 0 || !c.params.accumulate) {
-      const WgradTile tile = wgrad_tile(c.params, static_cast<i32>(ticket % tiles));
-      const TileTask task =
-          weight_task(c.params, tile, expert, rows.count, chain_flags(c.params, rows, tile.product));
-      publish_task(c.layout, queue, task);
-      load_wgrad_tile(c, task, rows.ring_row, stage);
-    }
-    ticket = next;
+  LocatedTile tile = tickets.locate(first_ticket);
+  while (tile.task.kind != kTaskEnd) {
+    publish_task(c.layout, queue, tile.task);
+    const i32 blocks = ceil_div(tile.task.depth, kDepthBlock / kChainStep), ahead = min(blocks, kStages);
+    load_wgrad_tile(c, tile, 0, ahead, stage);
+    LocatedTile next = tickets.locate(ticket);
+    ticket = draw_ticket(c.params.ticket);
+    if (aborted(c.layer.abort_flag)) next.task.kind = kTaskEnd;
+    load_wgrad_tile(c, tile, ahead, blocks, stage);
+    tile = next;
   }
   publish_task(c.layout, queue, TileTask{});
 }

@@ -29,14 +29,18 @@ extern "C" __global__ void MOK_CLUSTER_DIMS __launch_bounds__(kForwardThreads, 1
   if (threadIdx.x == 0) init_barriers(shared_address(bytes));
   sync_cluster_or_cta();
 
-  if (warpgroup == 0) {
-    setmaxnreg_dec<kHelperRegisters>();
-    if (warp == 0 && lane == 0) load_tiles(params, maps, bytes);
-    if (warp == 1) dispatch_forward(params);
-    if (warp >= 2) finish_tiles(params, bytes, warp - 2);
-  } else {
-    setmaxnreg_inc<kMathRegisters>();
-    multiply_tiles(bytes, warpgroup - 1);
+  switch (warpgroup) {  // written as if/else, ptxas keeps the math branch at its registers of the start and spills
+    case 0:
+      setmaxnreg_dec<kHelperRegisters>();
+      if (warp == 0 && lane == 0) load_tiles(params, maps, bytes);
+      if (warp == 1) dispatch_forward(params);
+      if (warp >= 2) finish_tiles(params, bytes, warp - 2);
+      break;
+    case 1:
+    case 2:
+      setmaxnreg_inc<kMathRegisters>();
+      multiply_tiles(bytes, warpgroup - 1);
+      break;
   }
   if constexpr (kClusterSize > 1) {
     __syncwarp();

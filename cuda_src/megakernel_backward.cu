@@ -50,9 +50,9 @@ MOK_DEVICE void wgrad_kernel(const LayerParams& layer, const WgradParams& params
     setmaxnreg_dec<kLoaderRegisters>();
     if (threadIdx.x == 0) {
       if constexpr (kChain) {
-        produce_chain(context);
+        produce_weights(context, ChainTickets{context});
       } else {
-        produce_wgrad(context);
+        produce_weights(context, ExpertTickets(context));
       }
     }
   } else {

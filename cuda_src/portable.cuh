@@ -162,6 +162,13 @@ MOK_DEVICE float dot128_block(const float* products, i32 lane) {
 
 // ---------------------------------------------------------------- operands in global memory
 
+constexpr i32 kRun = 8;  // neighbouring elements that load together
+
+union Run {
+  uint4 quad;
+  u16 bits[kRun];
+};
+
 // A matrix operand: element (mn, k) of expert e, row-major storage whose inner axis is K or MN.
 // With scales the elements are E4M3 codes and mean code * 2^(scale - 127), exact in bf16.
 struct Operand {
@@ -193,19 +200,58 @@ struct Operand {
     const i32 inner = inner_is_k ? k : mn;
     const i64 element = outer * inner_size + inner;
     if (scales == nullptr) return static_cast<const u16*>(data)[element];
-    const u8 scale = scales[outer * num_scale_blocks(inner_size) + inner / kScaleBlock];
-    return dequantize(static_cast<const u8*>(data)[element], scale);
+    return dequantize(static_cast<const u8*>(data)[element], scale_at(outer, inner));
+  }
+
+  // Whether kRun elements of the inner axis, starting at a multiple of kRun, are one aligned load.
+  MOK_DEVICE bool has_runs() const {
+    const u64 alignment = scales == nullptr ? 2 * kRun : kRun;
+    return inner_size % kRun == 0 && inner_size == (inner_is_k ? num_k : num_mn) &&
+           reinterpret_cast<u64>(data) % alignment == 0;
+  }
+
+  // The run of the inner axis that starts at (mn, k).
+  MOK_DEVICE Run run_at(i32 mn, i32 k) const {
+    Run run{};
+    if (mn >= num_mn || k >= num_k) return run;
+    const i64 outer = inner_is_k ? mn : k;
+    const i32 inner = inner_is_k ? k : mn;
+    const i64 element = outer * inner_size + inner;
+    if (scales == nullptr) {
+      run.quad = *reinterpret_cast<const uint4*>(static_cast<const u16*>(data) + element);
+      return run;
+    }
+    const u64 codes = *reinterpret_cast<const u64*>(static_cast<const u8*>(data) + element);
+    const u8 scale = scale_at(outer, inner);  // a run lies inside one block of 32
+#pragma unroll
+    for (i32 i = 0; i < kRun; ++i) run.bits[i] = dequantize(static_cast<u8>(codes >> 8 * i), scale);
+    return run;
+  }
+
+ private:
+  MOK_DEVICE u8 scale_at(i64 outer, i32 inner) const {
+    return scales[outer * num_scale_blocks(inner_size) + inner / kScaleBlock];
   }
 };
 
-// Calls store(mn, k, bits) for every element of a [kMn x kK] piece, neighbouring threads on neighbouring
-// addresses of the operand.
-template <i32 kMn, i32 kK, class Store>
-MOK_DEVICE void load_piece(const Operand& operand, i32 first_mn, i32 first_k, Store store) {
+// Hands every element of a [kMn x kK] piece to `piece`: runs along the operand's inner axis where it has
+// them, else single elements, neighbouring threads on neighbouring addresses. Runs along MN go to threads
+// with k first, so that their stores to shared memory do not collide.
+template <i32 kMn, i32 kK, class Piece>
+MOK_DEVICE void load_piece(const Operand& operand, i32 first_mn, i32 first_k, Piece piece) {
+  if (operand.has_runs()) {
+    for (i32 i = threadIdx.x; i < kMn * kK / kRun; i += kPortableThreads) {
+      const i32 mn = operand.inner_is_k ? i / (kK / kRun) : i / kK * kRun;
+      const i32 k = operand.inner_is_k ? i % (kK / kRun) * kRun : i % kK;
+      piece.store_run(mn, k, operand.inner_is_k, operand.run_at(first_mn + mn, first_k + k));
+    }
+    return;
+  }
+#pragma unroll 2
   for (i32 i = threadIdx.x; i < kMn * kK; i += kPortableThreads) {
     const i32 mn = operand.inner_is_k ? i / kK : i % kMn;
     const i32 k = operand.inner_is_k ? i % kK : i / kMn;
-    store(mn, k, operand.at(first_mn + mn, first_k + k));
+    piece.store(mn, k, operand.at(first_mn + mn, first_k + k));
   }
 }
 
@@ -217,8 +263,26 @@ struct SoftTile {
   static constexpr i32 kPitch = 68;  // words; a multiple of 4, so that four operands load at once
 
   struct Shared {
-    u32 a[kChainStep][kPitch];
-    u32 b[kChainStep][kPitch];
+    alignas(16) u32 a[kChainStep][kPitch];
+    alignas(16) u32 b[kChainStep][kPitch];
+  };
+
+  // Where load_piece puts an operand's piece: words, k first.
+  struct Piece {
+    u32 (*words)[kPitch];
+
+    MOK_DEVICE void store(i32 mn, i32 k, u16 bits) const { words[k][mn] = operand_word(bits); }
+
+    MOK_DEVICE void store_run(i32 mn, i32 k, bool along_k, const Run& run) const {
+#pragma unroll
+      for (i32 i = 0; i < kRun; ++i) {
+        if (along_k) {
+          store(mn, k + i, run.bits[i]);
+        } else {
+          store(mn + i, k, run.bits[i]);
+        }
+      }
+    }
   };
 
   float acc[kOwn][kOwn];
@@ -242,10 +306,8 @@ struct SoftTile {
   // acc <- tc(a, b, acc) over all of the operands' K.
   MOK_DEVICE void multiply(Shared& shared, const Operand& a, const Operand& b, i32 first_m, i32 first_n) {
     for (i32 k = 0; k < a.num_k; k += kChainStep) {
-      load_piece<kM, kChainStep>(a, first_m, k,
-                                 [&](i32 m, i32 i, u16 bits) { shared.a[i][m] = operand_word(bits); });
-      load_piece<kN, kChainStep>(b, first_n, k,
-                                 [&](i32 n, i32 i, u16 bits) { shared.b[i][n] = operand_word(bits); });
+      load_piece<kM, kChainStep>(a, first_m, k, Piece{shared.a});
+      load_piece<kN, kChainStep>(b, first_n, k, Piece{shared.b});
       __syncthreads();
       group(shared);
       __syncthreads();
@@ -276,7 +338,7 @@ struct SoftTile {
 
  private:
   MOK_DEVICE static void largest_exponents(const u32* a, const u32* b, i32 (&exponent)[kOwn][kOwn]) {
-#pragma unroll 4
+#pragma unroll 2
     for (i32 k = 0; k < kChainStep; ++k) {
       const uint4 left = *reinterpret_cast<const uint4*>(a + k * kPitch);
       const uint4 right = *reinterpret_cast<const uint4*>(b + k * kPitch);
@@ -293,7 +355,7 @@ struct SoftTile {
 
   MOK_DEVICE static void add_products(const u32* a, const u32* b, const i32 (&exponent)[kOwn][kOwn],
                                       i32 (&sum)[kOwn][kOwn]) {
-#pragma unroll 4
+#pragma unroll 2
     for (i32 k = 0; k < kChainStep; ++k) {
       const uint4 left = *reinterpret_cast<const uint4*>(a + k * kPitch);
       const uint4 right = *reinterpret_cast<const uint4*>(b + k * kPitch);
@@ -323,8 +385,24 @@ struct MmaTile {
   static constexpr i32 kWarpM = 64, kWarpN = 32, kFragM = kWarpM / 16, kFragN = kWarpN / 8;
 
   struct Shared {
-    u16 a[kM][kPitch];
-    u16 b[kN][kPitch];
+    alignas(16) u16 a[kM][kPitch];
+    alignas(16) u16 b[kN][kPitch];
+  };
+
+  // Where load_piece puts an operand's piece: bf16, row by row.
+  struct Piece {
+    u16 (*rows)[kPitch];
+
+    MOK_DEVICE void store(i32 mn, i32 k, u16 bits) const { rows[mn][k] = bits; }
+
+    MOK_DEVICE void store_run(i32 mn, i32 k, bool along_k, const Run& run) const {
+      if (along_k) {
+        *reinterpret_cast<uint4*>(&rows[mn][k]) = run.quad;
+        return;
+      }
+#pragma unroll
+      for (i32 i = 0; i < kRun; ++i) store(mn + i, k, run.bits[i]);
+    }
   };
 
   float acc[kFragM][kFragN][4];
@@ -351,8 +429,8 @@ struct MmaTile {
   // padded to kDepth instead of 16.
   MOK_DEVICE void multiply(Shared& shared, const Operand& a, const Operand& b, i32 first_m, i32 first_n) {
     for (i32 k = 0; k < a.num_k; k += kDepth) {
-      load_piece<kM, kDepth>(a, first_m, k, [&](i32 m, i32 i, u16 bits) { shared.a[m][i] = bits; });
-      load_piece<kN, kDepth>(b, first_n, k, [&](i32 n, i32 i, u16 bits) { shared.b[n][i] = bits; });
+      load_piece<kM, kDepth>(a, first_m, k, Piece{shared.a});
+      load_piece<kN, kDepth>(b, first_n, k, Piece{shared.b});
       __syncthreads();
 #pragma unroll
       for (i32 step = 0; step < kDepth; step += kChainStep) group(shared, step);

@@ -218,12 +218,12 @@ def compare(seeds: int = 3) -> None:
 
 # --------------------------------------------------------------------------- collapse
 
-COLLAPSE_AT = 60
-COLLAPSE_STEPS = 200
+COLLAPSE_AT = 160
+COLLAPSE_STEPS = 320
 
 
 def collapse_configs() -> dict[str, TrainConfig]:
-    """One expert per token, its logit raised by 6 from step 60 on and for good."""
+    """One expert per token; the logit of expert 0 raised from COLLAPSE_AT on and for good."""
     model = ModelConfig(
         sequence=32, hidden=32, num_layers=1, num_heads=2, intermediate=32, num_experts=8,
         arithmetic="fast", router=RouterConfig(options=RoutingOptions(1)),
@@ -232,16 +232,16 @@ def collapse_configs() -> dict[str, TrainConfig]:
         model,
         steps=COLLAPSE_STEPS,
         valid_every=50,
-        balance=BalanceOptions(kitten=0.01, z=0.0001),
+        balance=BalanceOptions(kitten=0.005, z=0.0001),
         collapse=CollapseOptions(COLLAPSE_AT, strength=6.0),
     )
     action = ActionOptions(raise_aux=True)
     return {
-        "no action, 0.01": base,
+        "no action, coefficient 0.005": base,
         "raise 0.001 to 0.003": replace(
             base, actions=action, balance=BalanceOptions(kitten=0.001, z=0.0001)
         ),
-        "raise 0.01 to 0.03": replace(base, actions=action),
+        "raise 0.005 to 0.015": replace(base, actions=action),
     }
 
 
@@ -261,7 +261,7 @@ def collapse() -> None:
             "events": after,
         }
         print(name, {k: v for k, v in results[name].items() if k not in ("entropy", "loss")})
-        if name == "raise 0.01 to 0.03":
+        if name == "raise 0.005 to 0.015":
             IMAGES.mkdir(parents=True, exist_ok=True)
             draw_run(IMAGES / "training_collapse.png", records)
     store("collapse", results)

@@ -81,11 +81,11 @@ class MoEConfig:
         )
         object.__setattr__(self, "shared_intermediate_size", int(shared))
         if self.swiglu_limit is not None:
-            limit = np.float32(self.swiglu_limit)
-            _require(
-                bool(np.isfinite(limit) and limit > 0),
-                f"swiglu_limit must be a finite float32 > 0, got {self.swiglu_limit!r}",
-            )
+            message = f"swiglu_limit must be a finite float32 > 0, got {self.swiglu_limit!r}"
+            _require(isinstance(self.swiglu_limit, (int, float, np.number)), message)
+            with np.errstate(over="ignore"):
+                limit = np.float32(self.swiglu_limit)
+            _require(bool(np.isfinite(limit) and limit > 0), message)
             object.__setattr__(self, "swiglu_limit", float(limit))
 
     def _check_choices(self) -> None:

@@ -108,7 +108,8 @@ def _draw_strips(axes: Any, config: MoEConfig, schedules: list[Schedule]) -> Non
     if config.ep_size <= 10:
         handles = [axes.plot([], [], "s", color=colors[r])[0] for r in range(config.ep_size)]
         names = [f"rank {r}" for r in range(config.ep_size)]
-        axes.legend(handles, names, ncols=config.ep_size, loc="upper right", fontsize=8)
+        place = {"loc": "upper right", "bbox_to_anchor": (1, -0.12), "frameon": False}
+        axes.legend(handles, names, ncols=config.ep_size, fontsize=8, **place)
 
 
 def draw_traffic(axes: Any, traffic: np.ndarray) -> None:

@@ -1,6 +1,7 @@
 """What tests run under mpiexec: python tests/mpi_worker.py STEP [ARGUMENTS].
 
-Each line of output is written at once, so that lines of different ranks never mix.
+Results go to standard output. Errors go to one file per rank in the directory $REPORTS, since the
+launcher may close the output of survivors when a rank dies.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,6 @@ from test_ranks import RANK_SIZES
 from mok_ref import HeapError, Workspace
 from mok_ref.heap.mpi import MpiSharedHeap, import_mpi
 from mok_ref.testing import digest
-
-
-def say(text: str) -> None:
-    os.write(1, (text + "\n").encode())
 
 
 def run_layer(heap: Any, case: Case, splits: np.ndarray) -> dict[str, np.ndarray] | None:
@@ -43,7 +41,7 @@ def digests(heap: Any, *all_splits: str) -> None:
         whole = run_layer(heap, case, splits_of(len(case.x), counts))
         if whole is not None:
             own = {n: v for n, v in whole.items() if not n.startswith("shared_")}
-            say(json.dumps({"all": digest(whole), "own": digest(own)}))
+            print(json.dumps({"all": digest(whole), "own": digest(own)}), flush=True)
 
 
 def late_start(heap: Any, seconds: str) -> None:
@@ -57,12 +55,15 @@ def die(heap: Any, how: str) -> None:
     """Rank 1 leaves in the middle of a step, between forward's two barriers."""
     case = make_case(RANK_SIZES)
     config, splits = case.config(heap.size), splits_of(len(case.x), heap.size)
-    barrier, leaving = heap.barrier, {"exit": os._exit, "kill": os.kill, "stop": os.kill}[how]
+    barrier = heap.barrier
 
     def leave_before_pushes(phase: str = "") -> None:
         if heap.rank == 1 and phase == "forward, pushing expert outputs":
-            number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(how)
-            leaving(*(() if number is None else (os.getpid(),)), number or 0)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "sleep":
+                time.sleep(4)
+            os._exit(0)
         barrier(phase)
 
     heap.barrier = leave_before_pushes
@@ -95,7 +96,8 @@ def main() -> None:
     except (HeapError, ValueError) as error:
         rank = import_mpi().COMM_WORLD.rank
         taken = time.monotonic() - started
-        say(json.dumps({"rank": rank, "error": str(error), "seconds": taken}))
+        report = json.dumps({"rank": rank, "error": str(error), "seconds": taken})
+        Path(os.environ["REPORTS"], f"rank{rank}.json").write_text(report)
         time.sleep(0.5)  # let the other survivors speak before the launcher ends them
         os._exit(3)
 

@@ -6,15 +6,10 @@ products, epilogues, gradients. tests/gpu/test_layer_gpu.py has more cases (slow
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
 from gpu.host_cuda import compiler
+from gpu.test_layer_gpu import assert_same, make_case, on_device, reference
 from host_cupy import host_cuda_device
-from test_layer_gpu import assert_same, make_case, on_device, reference
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler to build the kernels for the CPU")

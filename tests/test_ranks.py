@@ -184,7 +184,7 @@ def test_mpi_processes_give_the_same_digest(ranks: int, mpi_run) -> None:
 def test_mpi_allocation_sizes_must_agree(mpi_run) -> None:
     result = mpi_run(3, "disagree")
     assert result.returncode != 0
-    errors = [json.loads(line)["error"] for line in result.stdout.splitlines()]
-    assert errors
-    for error in errors:
-        assert "must be the same on all ranks" in error and "'buffer' (5, 3) <f4" in error
+    assert [report["rank"] for report in result.reports] == [0, 1, 2]
+    for report in result.reports:
+        assert "must be the same on all ranks" in report["error"]
+        assert "'buffer' (5, 3) <f4 on rank 2" in report["error"]

@@ -33,6 +33,7 @@ GOOD = dict(hidden_size=48, intermediate_size=24, num_experts=6, top_k=3)
         ),
         (dict(swiglu_limit=0.0), "swiglu_limit must be a finite float32 > 0, got 0.0"),
         (dict(swiglu_limit=-1), "swiglu_limit must be a finite float32 > 0, got -1"),
+        (dict(swiglu_limit="7"), "swiglu_limit must be a finite float32 > 0, got '7'"),
         (dict(swiglu_limit=np.nan), "swiglu_limit must be a finite float32 > 0, got nan"),
         (dict(swiglu_limit=1e39), r"swiglu_limit must be a finite float32 > 0, got 1e\+39"),
         (dict(swiglu_limit=1e-60), "swiglu_limit must be a finite float32 > 0, got 1e-60"),

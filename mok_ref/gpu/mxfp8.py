@@ -1,6 +1,7 @@
 """MXFP8 quantiser on the device, the same names and bits as mok_ref/mxfp8.py.
 
-CUDA twin: cuda_src/mxfp8.cu. Everything is enqueued on the current stream; with `out` nothing is allocated.
+CUDA twin: cuda_src/mxfp8.cu. Everything is enqueued on the current stream; with `out` nothing is
+allocated.
 """
 
 from __future__ import annotations

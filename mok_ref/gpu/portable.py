@@ -1,14 +1,15 @@
-"""The layer as a stream-ordered sequence of launches: any GPU from sm_80, any hidden and intermediate size.
+"""The layer as a stream-ordered sequence of launches: any GPU from sm_80, any size.
 
 CUDA twin: cuda_src/portable.cu; the products and their two paths are in mok_ref.gpu.products.
 
-Per macrobatch: pull, gate, up, SwiGLU, down and push. Backward: pull x and dy, gate and up again if they were
-not kept, dhu, SwiGLU backward with dot128, dx and push, three weight gradients whose chains continue from
-macrobatch to macrobatch. The host never waits, nothing is allocated after `warm_up`. The number of launches
-is that of the worst-case schedule; launches beyond the schedule's end return at once.
+Per macrobatch: pull, gate, up, SwiGLU, down and push. Backward: pull x and dy, gate and up again if
+they were not kept, dhu, SwiGLU backward with dot128, dx and push, three weight gradients whose
+chains continue from macrobatch to macrobatch. The host never waits, nothing is allocated after
+`warm_up`. The number of launches is that of the worst-case schedule; launches beyond the schedule's
+end return at once.
 
-MXFP8: codes and scales travel and rest; rows are expanded to the bf16 values they stand for when pulled,
-weights when loaded into a tile.
+MXFP8: codes and scales travel and rest; rows are expanded to the bf16 values they stand for when
+pulled, weights when loaded into a tile.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ MAX_SWIGLU_CTAS = 8192
 _POINTER = np.uint64
 
 PULL_PARAMS = np.dtype(
-    [("rows", ROW_RANGE), ("ring", _POINTER), ("buffer", np.int32), ("scales", np.int32)], align=True
+    [("rows", ROW_RANGE), ("ring", _POINTER), ("buffer", np.int32), ("scales", np.int32)],
+    align=True,
 )
 SWIGLU_PARAMS = np.dtype(
     [
@@ -167,7 +169,9 @@ class PortableLayer(Products):
         block = struct(SWIGLU_PARAMS, rows=rows, width=width, scale_rule=rule, **places)
         warps_per_cta = THREADS // 32
         if direction == "forward":  # a warp per block of 32 columns, walking on
-            ctas = min(-(-int(rows["num_rows"]) * num_blocks(width) // warps_per_cta), MAX_SWIGLU_CTAS)
+            ctas = min(
+                -(-int(rows["num_rows"]) * num_blocks(width) // warps_per_cta), MAX_SWIGLU_CTAS
+            )
         else:  # a warp per row
             ctas = -(-int(rows["num_rows"]) // warps_per_cta)
         self.launch(f"swiglu_{direction}", (ctas,), block)
@@ -201,7 +205,7 @@ class PortableLayer(Products):
         gate_up: tuple[int, int],
         out: GradientRows,
     ) -> None:
-        """dhu = tc(dy, W_downᵀ); d_gate, d_up, hw and, for routed rows, d_topk_weights = dot128(dhu · h)."""
+        """dhu = tc(dy, W_downᵀ); d_gate, d_up, hw; routed: d_topk_weights = dot128(dhu · h)."""
         hidden, dhu = self.config.hidden_size, self.scratch.dhu
         a = rows_operand(dy, int(rows["num_rows"]), hidden)
         b = weight_operand(weights.down, weights.down_scales, hidden, inner, transposed=True)
@@ -236,7 +240,7 @@ class PortableLayer(Products):
     # ------------------------------------------------------------------ forward
 
     def forward(self) -> None:
-        """Everything between the two barriers of a forward step: shared expert, then routed experts.
+        """Everything between the barriers of a forward step: shared, then routed experts.
 
         Macrobatches go last to first, like in the megakernel; no bit depends on it.
         """
@@ -330,7 +334,7 @@ class PortableLayer(Products):
         return local * self.config.intermediate_size * self.config.hidden_size
 
     def shared_backward(self, back: np.ndarray) -> None:
-        """dx, d_gate and d_up of the shared expert for this rank's tokens; its weights: `shared_chain`."""
+        """dx, d_gate and d_up of the shared expert; its weights: `shared_chain`."""
         if self.shared is None:
             return
         if not int(self.params["shared_gate"]):
@@ -365,7 +369,7 @@ class PortableLayer(Products):
         self.ordered_chain(links, chains, barrier, accumulate, is_bf16, num_groups)
 
 
-# --------------------------------------------------------------------------- entry points of the layer
+# ------------------------------------------------------------------------- entry points
 
 
 def launch_forward(workspace: Any, params: np.ndarray, stream: Any) -> None:
@@ -385,7 +389,7 @@ def launch_backward(workspace: Any, params: np.ndarray, back: np.ndarray, stream
 
 
 def warm_up(workspace: Any) -> None:
-    """Compile and load every kernel and make the scratch, so that no rank waits for another's compiler."""
+    """Load every kernel and make the scratch: no rank waits for another one's compiler."""
     from mok_ref.gpu import mxfp8
     from mok_ref.gpu.compiler import load_kernel
 
@@ -401,7 +405,7 @@ def warm_up(workspace: Any) -> None:
 
 
 def device_path(workspace: Any) -> str:
-    """"soft" or "mma" for this workspace; `workspace.extra("tc_path", ...)` may have fixed it before."""
+    """How tc is evaluated; `workspace.extra("tc_path", ...)` may have fixed it before."""
     return workspace.extra("tc_path", choose_path)
 
 

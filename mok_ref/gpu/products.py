@@ -5,8 +5,9 @@ CUDA twin: cuda_src/portable.cu. Two ways to evaluate `tc`, with the same bits:
     path "soft"   integer instructions, one output per thread (every GPU from sm_80)
     path "mma"    mma.sync.m16n8k16, measured to be the same function on Hopper only
 
-Everything goes through a launcher, an object with `launch`, `copy` and `clear`, so that the same sequence
-runs on a device (`DeviceLauncher`) and, in tests, on a CPU. The host never waits and nothing is allocated.
+Everything goes through a launcher, an object with `launch`, `copy` and `clear`, so that the same
+sequence runs on a device (`DeviceLauncher`) and, in tests, on a CPU. The host never waits and
+nothing is allocated.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TILES = {"soft": (64, 64), "mma": (128, 128)}
 """Rows and columns of one CTA's outputs (SoftTile, MmaTile)."""
 
 MMA_CAPABILITIES = ("90",)
-"""Compute capabilities on which mma.sync was measured to be the contract's `tc` (docs/device_checks.md)."""
+"""Where mma.sync was measured to be the contract's `tc` (docs/device_checks.md)."""
 
 STORE_BF16, STORE_FLOAT, PUSH_BF16 = 0, 1, 2
 """enum ProductOutput: where a product along rows goes."""
@@ -130,7 +131,7 @@ class DeviceLauncher:
 
 
 def choose_path(path: str = "auto") -> str:
-    """"soft" or "mma" on the current device.
+    """How to evaluate tc on the current device: "soft" or "mma".
 
     Raises: ValueError for an unknown path, or "mma" where its bits were not measured.
     """
@@ -153,7 +154,9 @@ def choose_path(path: str = "auto") -> str:
 
 def rows_operand(address: int, num_rows: int, width: int) -> np.ndarray:
     """bf16 rows as the left operand of a product along their width."""
-    return struct(OPERAND, data=address, num_mn=num_rows, num_k=width, inner_size=width, inner_is_k=1)
+    return struct(
+        OPERAND, data=address, num_mn=num_rows, num_k=width, inner_size=width, inner_is_k=1
+    )
 
 
 def columns_operand(address: int, num_rows: int, width: int) -> np.ndarray:
@@ -182,7 +185,7 @@ def weight_operand(
 
 
 class Link(NamedTuple):
-    """One replicated weight gradient of an ordered chain: rows a (T, M) and b (T, N), out (M, N)."""
+    """One weight gradient of an ordered chain: rows a (T, M) and b (T, N), out (M, N)."""
 
     out: int
     a: tuple[int, int]  # address, width
@@ -313,11 +316,11 @@ class Products:
         is_bf16: bool = False,
         num_groups: int | None = None,
     ) -> None:
-        """Gradients of weights that every rank holds, over all ranks' tokens (spec eq. 6.9); collective.
+        """Gradients of weights that every rank holds, over all tokens (spec eq. 6.9); collective.
 
-        In launch p rank r continues tile group p - r from what rank r - 1 left, so that all ranks work at
-        once and no kernel waits for a peer: R + G - 1 launches with a barrier after each. Then every rank
-        takes the last rank's accumulators.
+        In launch p rank r continues tile group p - r from what rank r - 1 left, so that all ranks
+        work at once and no kernel waits for a peer: R + G - 1 launches with a barrier after each.
+        Then every rank takes the last rank's accumulators.
 
         chains      address of a symmetric float32 buffer for all links on every rank
         barrier     a barrier between the ranks, in stream order

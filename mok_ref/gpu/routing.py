@@ -1,9 +1,9 @@
 """Routing on the device: logits, scores, (grouped) top-k, weights; forward and backward.
 
-CUDA twins: cuda_src/routing.cu (choice and its gradient), cuda_src/portable.cu (products). Same bits as
-mok_ref/routing.py. A `DeviceRouter` owns all its buffers: nothing is allocated in a step, nothing waits, so
-a step can be captured in a CUDA graph. NaN and +Inf logits count as closed and are reported through
-`input_error`; the next call that synchronises raises them.
+CUDA twins: cuda_src/routing.cu (choice and its gradient), cuda_src/portable.cu (products). Same
+bits as mok_ref/routing.py. A `DeviceRouter` owns all its buffers: nothing is allocated in a step,
+nothing waits, so a step can be captured in a CUDA graph. NaN and +Inf logits count as closed and
+are reported through `input_error`; the next call that synchronises raises them.
 """
 
 from __future__ import annotations
@@ -132,7 +132,15 @@ class DeviceRouter:
         if options.choice_bias is not None:
             self._bias = cupy.asarray(np.asarray(options.choice_bias, f32))
         self._params = routing_params(options, num_experts)
-        addresses = ("scores", "topk_ids", "topk_weights", "ratio", "total", "d_logits", "d_logits_bf16")
+        addresses = (
+            "scores",
+            "topk_ids",
+            "topk_weights",
+            "ratio",
+            "total",
+            "d_logits",
+            "d_logits_bf16",
+        )
         for name in addresses:
             self._params[name] = _address(getattr(self, name))
         self._params["choice_bias"] = _address(self._bias)
@@ -141,7 +149,7 @@ class DeviceRouter:
         self._products = Products(layer, DeviceLauncher(), choose_path(path))
 
     def router_logits(self, x: Any, w_router: Any) -> Any:
-        """logits (T, E) = tc(x, W_router) (spec R1); x (T, H), w_router (E, H) bf16 on the device."""
+        """logits (T, E) = tc(x, W_router) (spec R1); x (T, H), w_router (E, H) bf16."""
         products, num_tokens = self._for_tokens(len(x))
         a = rows_operand(_address(x), num_tokens, self.hidden_size)
         b = weight_operand(_address(w_router), 0, self.num_experts, self.hidden_size)
@@ -164,7 +172,7 @@ class DeviceRouter:
         return self.d_logits[:num_tokens]
 
     def router_dx(self, w_router: Any, num_tokens: int) -> Any:
-        """The router's share of dx, bf16(tc(bf16(d_logits), W_routerᵀ)) (spec R12): (T, H) bits."""
+        """The router's share of dx (spec R12): bf16(tc(bf16(d_logits), W_routerᵀ)), (T, H)."""
         products, _ = self._for_tokens(num_tokens)
         a = rows_operand(_address(self.d_logits_bf16), num_tokens, self.num_experts)
         b = weight_operand(

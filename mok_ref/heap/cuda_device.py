@@ -59,6 +59,13 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> An
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
+def phase_number(phase: Any) -> int:
+    """A phase of `mok_ref.gpu.errors.PHASES`; words of a caller count as its own barrier."""
+    from mok_ref.gpu.errors import BARRIER_USER
+
+    return phase if isinstance(phase, int) else BARRIER_USER
+
+
 class KernelBarrier:
     """The barrier kernel over flags that every rank can reach (cuda_src/support.cu: rank_barrier).
 
@@ -91,6 +98,7 @@ class KernelBarrier:
         self._kernel = load_kernel("support.cu", "rank_barrier")
         _ = self._kernel.num_regs
 
-    def launch(self, phase: int) -> None:
+    def launch(self, phase: Any) -> None:
         self._status.check_timeout()
-        self._kernel((1,), (self._threads,), (self._params, np.uint32(phase)))
+        number = phase_number(phase)
+        self._kernel((1,), (self._threads,), (self._params, np.uint32(number)))

@@ -101,7 +101,7 @@ class CudaIpcHeap:
         self.host_barrier(f"freeing {name!r}")  # nobody frees what another still has open
         runtime.free(addresses[self.rank])
 
-    def barrier(self, phase: int = 6) -> None:
+    def barrier(self, phase: Any = 6) -> None:
         """Stream-ordered barrier kernel; never blocks the host. One rank alone needs none."""
         if self.size > 1:
             self._barrier.launch(phase)

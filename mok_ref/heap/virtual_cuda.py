@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from mok_ref.heap.cuda_device import DEFAULT_TIMEOUT_S, import_cupy, storage_dtype
-from mok_ref.heap.protocol import HeapError
+from mok_ref.heap.protocol import HeapError, late_message
 
 
 class VirtualCudaWorld:
@@ -25,6 +25,7 @@ class VirtualCudaWorld:
         self.timeout_s = timeout_s
         self.device_index = device
         self.arrival = threading.Barrier(size)
+        self.progress: list[tuple[int, str]] = [(0, "the start")] * size  # (epoch, phase) by rank
         self.memory: dict[str, list[Any]] = {}
         self.lock = threading.Lock()
         with cupy.cuda.Device(device):
@@ -97,7 +98,7 @@ class VirtualCudaHeap:
             self._world.memory.pop(name, None)
         self._meet()
 
-    def barrier(self, phase: int = 6) -> None:
+    def barrier(self, phase: Any = 6) -> None:
         """Stream-ordered: later work of every rank's stream sees earlier writes of all ranks'
         streams.
 
@@ -128,18 +129,20 @@ class VirtualCudaHeap:
         for name in list(self._names):
             self.free(name)
 
-    def _meet(self, phase: int = 6) -> None:
+    def _meet(self, phase: Any = 6) -> None:
         """Meet the other ranks' host threads."""
         from mok_ref.gpu.errors import PHASES, MokTimeoutError
 
+        world = self._world
+        words = PHASES[phase] if isinstance(phase, int) else str(phase)
+        epoch = world.progress[self.rank][0] + 1
+        world.progress[self.rank] = (epoch, words)
         try:
-            self._world.arrival.wait(self._world.timeout_s)
+            world.arrival.wait(world.timeout_s)
         except threading.BrokenBarrierError as error:
-            text = (
-                f"rank {self.rank}: another rank failed or did not arrive within "
-                f"{self._world.timeout_s:g} s in {PHASES[phase]}, epoch {self._barriers_passed}"
-            )
-            raise MokTimeoutError(text) from error
+            late = [(r, *seen) for r, seen in enumerate(world.progress) if seen[0] < epoch]
+            cause = f"failed or did not arrive within {world.timeout_s:g} s"
+            raise MokTimeoutError(late_message(self.rank, words, epoch, late, cause)) from error
 
 
 def run_virtual_cuda_ranks(

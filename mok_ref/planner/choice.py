@@ -39,7 +39,8 @@ class Choice:
         for name in ("ep_size", "tp_size", "dp_size", "minibatch", "macrobatch"):
             value = getattr(self, name)
             require(
-                isinstance(value, int) and value >= 1, f"{name} must be an integer >= 1, got {value!r}"
+                isinstance(value, int) and value >= 1,
+                f"{name} must be an integer >= 1, got {value!r}",
             )
         require(
             self.sharding in SHARDINGS,

@@ -150,17 +150,23 @@ def reread_seconds(costs: StageCosts, rows: np.ndarray, pieces: float) -> float:
 
 
 def batch_seconds(setting: Setting, rows: float, compute: float, is_backward: bool) -> float:
-    """What the batches cost beyond the products: SMs waiting inside small minibatches
-    (`programme.keep_distance`), and in backward the ring that empties once per macrobatch."""
+    """What small minibatches cost beyond the products: waiting SMs (`programme.keep_distance`)."""
     choice, costs = setting.choice, setting.costs
     pieces = max(1.0, rows / choice.minibatch)
     first, last = costs.latencies[2:] if is_backward else costs.latencies[:2]
-    tiles = min(rows, choice.minibatch) / TILE_ROWS * -(-setting.shape.output_columns // TILE_COLUMNS)
+    tiles = (
+        min(rows, choice.minibatch) / TILE_ROWS * -(-setting.shape.output_columns // TILE_COLUMNS)
+    )
     share = tiles / costs.compute_sms
     work = compute / pieces * (0.5 if is_backward else 1.0)
     stall = pieces * max(0.0, first - work) * share / (1.0 + share)
-    emptied = max(1.0, rows / choice.macrobatch) if is_backward else 1.0
-    return stall + (emptied - 1.0) * (first + last) + 0.5 * (first + last)
+    return stall + 0.5 * (first + last)
+
+
+def refill_seconds(setting: Setting, rows: float, first_pull: float) -> float:
+    """Backward's ring empties after each macrobatch: its first pull and last tiles are not hidden."""
+    times = -(-rows // setting.choice.macrobatch) - 1.0
+    return max(0.0, times) * (first_pull + sum(setting.costs.latencies[2:]))
 
 
 def estimate(setting: Setting, is_backward: bool = False) -> Estimate:
@@ -171,14 +177,18 @@ def estimate(setting: Setting, is_backward: bool = False) -> Estimate:
     compute = rank_compute(setting, slowest, is_backward)
     compute += batch_seconds(setting, rows, compute, is_backward)
     link, network = transfer_seconds(setting, 2.0 if is_backward else 1.0)
+    # of a port's bytes half are pulls in forward, two thirds in backward
+    pulls = (link + network) * (2 / 3 if is_backward else 1 / 2)
     # the first pull precedes all routed work; the shared expert's tiles hide it
-    first = (link + network) / 2 * min(1.0, setting.choice.minibatch / max(rows, 1.0))
+    first = pulls * min(1.0, setting.choice.minibatch / max(rows, 1.0))
     tokens = float(setting.work.tokens.max())
     shared = setting.costs.shared_forward(tokens)
     head = head_seconds(setting) + max(0.0, first - shared)
     tail = tail_seconds(setting) + first * 0.5
     parts = {"compute": compute, "link": link, "network": network}
     bound = max(parts, key=lambda name: parts[name])
+    if is_backward:
+        head += refill_seconds(setting, rows, first)
     return Estimate(head + tail + parts[bound], compute, link, network, head, tail, bound)
 
 

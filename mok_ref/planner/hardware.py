@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from .errors import require
 
@@ -122,7 +123,8 @@ def parse_hardware(text: str, where: str) -> Hardware:
     extra = [*(set(table) - {*TEXT_FIELDS, *COUNT_FIELDS}), *(set(figures) - set(FIGURES))]
     require(not missing, f"{where}: missing {', '.join(missing)}")
     require(not extra, f"{where}: unknown {', '.join(sorted(extra))}")
-    values, sources = {}, {}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     for key in FIGURES:
         values[key], sources[key] = parse_figure(figures[key], key, where)
     for key in COUNT_FIELDS:

@@ -4,8 +4,9 @@
     data/measurements/published.toml  several GPUs, by others
     docs/results/*.json               this project's kernel, written by the benchmark
 
-The results files hold {"device": {"gpu", "driver", "date"}, "rows": [{"case", "T", "H", "I", "E",
-"K", "direction", "ms_ours", "ms_dense", "bits_ok", ...}]}; further keys that are read if present:
+The results files are reports of `mok-ref bench --json`, or hold
+{"device": {"gpu", "driver", "date"}, "rows": [{"case", "T", "H", "I", "E", "K", "direction",
+"ms_ours", "ms_dense", "bits_ok", ...}]}; further keys that are read if present:
 "routing" ("uniform" or "zipf"), "ranks", "dtype", "mode" ("sustained" or "bursts"), "save",
 "dw_dtype", "shared", "minibatch", "macrobatch".
 """
@@ -29,7 +30,7 @@ ZIPF_SKEW = 1.0
 NEEDED = ("case", "T", "H", "I", "E", "K", "direction", "ms_ours")
 # shapes whose rows may be fitted: one with large experts, one with many small ones; all others
 # are held out, so that a held-out row is of a shape that the fit has never seen
-FITTED_CASES = ("dsv3", "qwen3")
+FITTED_CASES = ("dsv3", "dsv3-rank", "qwen3", "small-128")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class Measurement:
         return self.tokens * self.top_k
 
 
+def sizes_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The five sizes of a row under this module's names."""
+    names = ("tokens", "hidden_size", "intermediate_size", "num_experts", "top_k")
+    return {name: int(row[key]) for name, key in zip(names, "THIEK", strict=True)}
+
+
 FLOP_FACTORS = {
     "forward": 6.0,
     "forward products": 6.0,
@@ -82,7 +89,7 @@ def h200_rows(path: Path = DATA / "h200.toml") -> list[Measurement]:
                 row["group"],
                 row["case"],
                 row["what"],
-                *(row[key] for key in ("T", "H", "I", "E", "K")),
+                **sizes_of(row),
                 ms=flops / row["tflops"] / 1e9,
                 source=row["source"],
                 routing=row["routing"],
@@ -101,7 +108,7 @@ def published_rows(path: Path = DATA / "published.toml") -> list[Measurement]:
             "published",
             row["name"],
             row["direction"],
-            *(row[key] for key in ("T", "H", "I", "E", "K")),
+            **sizes_of(row),
             ms=row["ms"],
             source=row["source"],
             hardware=row["hardware"],
@@ -133,7 +140,8 @@ def kernel_rows(paths: Iterable[Path]) -> list[Measurement]:
         if not isinstance(table, dict) or not isinstance(table.get("rows"), list):
             continue
         device = table.get("device", {})
-        for row in table["rows"]:
+        is_bench = any(isinstance(row, dict) and "contender" in row for row in table["rows"])
+        for row in rows_of_bench(table) if is_bench else table["rows"]:
             if not isinstance(row, dict) or row.get("ms_ours") is None:
                 continue
             missing = [key for key in NEEDED if key not in row]
@@ -150,20 +158,55 @@ def kernel_row(row: dict[str, Any], device: dict[str, Any], name: str) -> Measur
         "kernel",
         case,
         str(row["direction"]),
-        *(int(row[key]) for key in ("T", "H", "I", "E", "K")),
+        **sizes_of(row),
         ms=float(row["ms_ours"]),
         source=f"{name}: {gpu}, driver {device.get('driver', '?')}, {device.get('date', '?')}",
         routing=str(row.get("routing", "zipf" if "zipf" in case.lower() else "uniform")),
         hardware="h100" if "H100" in gpu else "h200",
         ranks=int(row.get("ranks", 1)),
         dtype=str(row.get("dtype", "bf16")),
-        role="fit" if (int(row["H"]), int(row["I"])) in FITTED_WIDTHS else "held out",
+        role="fit" if is_fitted(case, row) else "held out",
         extra={key: value for key, value in row.items() if key not in NEEDED},
     )
 
 
-# (H, I) of FITTED_CASES: a benchmark may name its cases differently
-FITTED_WIDTHS = ((7168, 2048), (2048, 768))
+def is_fitted(case: str, row: dict[str, Any]) -> bool:
+    """Rows of the fitted shapes, bf16, sustained, one GPU."""
+    plain = row.get("mode", "sustained") == "sustained" and row.get("dtype", "bf16") == "bf16"
+    return case in FITTED_CASES and plain and int(row.get("ranks", 1)) == 1
+
+
+def rows_of_bench(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows in the form of `NEEDED` from a report of `mok-ref bench`, whose rows name contenders.
+
+    Ours alone, sustained and bursts apart; the shapes are those of the benchmark's case table.
+    """
+    from mok_ref.bench.cases import CASES
+
+    result = []
+    for row in table["rows"]:
+        case = CASES.get(row.get("case"))
+        if case is None or not str(row.get("contender", "")).startswith("mok_ref"):
+            continue
+        for mode in ("sustained", "bursts"):
+            result.append(
+                {
+                    "case": case.name,
+                    "T": case.num_tokens,
+                    "H": case.hidden_size,
+                    "I": case.intermediate_size,
+                    "E": case.num_experts,
+                    "K": case.top_k,
+                    "direction": row["direction"],
+                    "routing": case.routing,
+                    "ms_ours": row[f"{mode}_ms"],
+                    "mode": mode,
+                    "save": "all" if "saving" in row["contender"] else "none",
+                    "dw_dtype": "bf16" if "bf16" in row["contender"] else "float32",
+                    "bits_ok": table.get("bits", {}).get(case.name, "equal") == "equal",
+                }
+            )
+    return result
 
 
 def workload_of(row: Measurement) -> Workload:

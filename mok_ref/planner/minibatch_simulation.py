@@ -168,6 +168,13 @@ def simulate(
     return run.to_the_end()
 
 
+def empty_result(num: int) -> Simulation:
+    """A result with every account at zero."""
+    seven = [np.zeros(num) for _ in range(7)]
+    finish, compute, wait_pull, wait_push, sent, received, transfer = seven
+    return Simulation(0.0, finish, compute, wait_pull, wait_push, sent, received, transfer)
+
+
 class Run:
     """The event loop of one simulation."""
 
@@ -177,8 +184,7 @@ class Run:
         self.states = [RankState(programme) for programme in programmes]
         self.ends = np.full(self.num, np.inf)
         self.now = 0.0
-        zero = np.zeros(self.num)
-        self.result = Simulation(0.0, *(zero.copy() for _ in range(7)))
+        self.result = empty_result(self.num)
         steps = [s for p in programmes for s in p.seconds if s > 0]
         self.tolerance = TOGETHER * float(np.median(steps)) if steps else 0.0
 

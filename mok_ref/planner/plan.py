@@ -1,4 +1,4 @@
-"""A plan: the chosen configuration with its predictions, reasons and limits, as data and as text."""
+"""A plan: the chosen configuration with predictions, reasons and limits, as data and as text."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ def coarse(setting: Setting) -> Setting:
     return replace(setting, choice=replace(choice, minibatch=choice.minibatch * factor))
 
 
-def predict(
-    setting: Setting, is_backward: bool = False, with_spans: bool = False
-) -> Prediction:
+def predict(setting: Setting, is_backward: bool = False, with_spans: bool = False) -> Prediction:
     """Simulate one direction of the layer on all ranks of an EP group.
 
     A group of more than `MOST_RANKS` ranks is simulated hierarchically: the busiest domain rank by

@@ -2,7 +2,7 @@
 
 Forward, for walk positions q = 0, 1, ...:   shared, gate_up(0), gate_up(1), down(0), ...
     gate_up(q) needs pull(q); down(q) pushes its rows; pull(q) needs the ring slot of
-    q - macrobatch/minibatch, which down(q - macrobatch/minibatch) frees.
+    an earlier minibatch, which that one's down frees.
 Backward, macrobatch by macrobatch:   dgrad_hidden(q), dgrad_input(q-1), ..., wgrad(macrobatch)
     dgrad_hidden(q) needs pull(q) of dy and x; wgrad frees the whole ring.
 
@@ -11,10 +11,13 @@ This is the task order of `cuda_src/megakernel.cu` at the grain of minibatches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from mok_ref.schedule import Minibatch, forward_task_order, walk
 
 from .choice import Choice
 from .stages import TILE_ROWS, StageCosts
@@ -55,10 +58,12 @@ class Programme:
 
 @dataclass(frozen=True)
 class MinibatchTable:
-    """rows (Q, L) valid rows of each local expert, sources (Q, R) rows from each rank."""
+    """rows (Q, L) valid rows of each local expert, sources (Q, R) rows from each rank;
+    num_rows of the schedule, padding included."""
 
     rows: np.ndarray
     sources: np.ndarray
+    num_rows: int
 
 
 def segments(counts: np.ndarray) -> np.ndarray:
@@ -91,7 +96,7 @@ def minibatch_tables(
         else:
             share = work.counts[:, experts] / np.maximum(counts, 1)
             sources = rows @ share.T
-        tables.append(MinibatchTable(rows, sources))
+        tables.append(MinibatchTable(rows, sources, int(offsets[-1])))
     return tables
 
 
@@ -109,41 +114,42 @@ def exact_sources(
     return count.reshape(num, work.num_ranks).astype(float)
 
 
-def forward_walk(num: int, slots: int) -> list[int]:
-    """Minibatches in forward's order: macrobatches last to first, minibatches ascending inside."""
-    firsts = range((num - 1) // slots * slots, -1, -slots) if num else range(0)
-    return [q for first in firsts for q in range(first, min(first + slots, num))]
+def forward_batches(num_rows: int, choice: Choice) -> list[Minibatch]:
+    """Minibatches in forward's order, as the reference and the kernels walk them."""
+    return list(walk(num_rows, choice.macrobatch, choice.minibatch, "forward"))
 
 
 def forward_programme(
     costs: StageCosts, choice: Choice, table: MinibatchTable, num_tokens: float
 ) -> Programme:
-    """Task order of the forward megakernel."""
-    walk = forward_walk(len(table.rows), choice.ring_slots)
-    rows, sources = table.rows[walk], table.sources[walk]
-    saves = choice.save == "all"
+    """Task order of the forward megakernel (`mok_ref.schedule.forward_task_order`)."""
+    batches = forward_batches(table.num_rows, choice)
+    order = [batch.index for batch in batches]
+    position = {index: q for q, index in enumerate(order)}
+    rows, sources = table.rows[order], table.sources[order]
     result = Programme()
     result.pull_bytes = sources * costs.shape.pull_row_bytes
     result.push_bytes = sources * costs.shape.push_row_bytes
+    result.gate = [-1] * len(order)
     if costs.shape.shared_intermediate_size:
         result.add("shared", -1, costs.shared_forward(num_tokens))
-    down_step: list[int] = []
-    slots = choice.ring_slots
-    lag = trailing(slots)
-    for q in range(len(walk) + lag):
-        if q < len(walk):
-            result.add("gate_up", q, costs.gate_up(rows[q], saves), needs=q)
-        if q >= lag:
-            seconds = costs.down(rows[q - lag]) + gather_hidden(costs, rows[q - lag])
-            down_step.append(result.add("down", q - lag, seconds, push=q - lag))
-    result.gate = [-1 if q < slots else down_step[q - slots] for q in range(len(walk))]
+    freed: dict[int, int] = {}  # ring slot: step after which it is free
+    for kind, batch in forward_task_order(batches, choice.macrobatch):
+        q, slot = position[batch.index], batch.first % choice.macrobatch
+        if kind == "gate_up":
+            result.gate[q] = freed.get(slot, -1)
+            seconds = costs.gate_up(rows[q], choice.save == "all")
+            result.add("gate_up", q, seconds, needs=q)
+        else:
+            seconds = costs.down(rows[q]) + gather_hidden(costs, rows[q])
+            freed[slot] = result.add("down", q, seconds, push=q)
     keep_distance(result, "gate_up", "down", *costs.latencies[:2])
     return result
 
 
 def trailing(slots: int) -> int:
-    """By how many minibatches the second product trails the first: one, unless the ring has a
-    single slot, which pull(q+1) needs before gate_up(q+1) can run."""
+    """By how many minibatches backward's second product trails the first: one, unless the ring
+    has a single slot, which pull(q+1) needs before its first product can run."""
     return 1 if slots > 1 else 0
 
 
@@ -156,24 +162,28 @@ def keep_distance(
     Where these take less than one tile's latency, the SMs that drew tiles of second(q) wait. With
     S SMs in flight, D tiles of second and u = D/S, Little's law gives the period of a minibatch
         P = (work + u * latency) / (1 + u),     stall = u * (latency - work) / (1 + u).
-    With a ring of one slot nothing lies between, and the next pull waits as well: every step
-    lasts one tile at least. At the end of the walk likewise, and half a tile more.
+    Where nothing lies between (the next minibatch needs this one's ring slot), the next pull waits
+    as well: both steps take whole waves of tiles. At the end one tile at least, half a tile more.
     """
     steps = range(start, len(result.kinds))
     firsts = [i for i in steps if result.kinds[i] == first]
     seconds = [i for i in steps if result.kinds[i] == second]
-    is_trailing = len(firsts) > 1 and firsts[1] < seconds[0]
     for q, step in enumerate(seconds[:-1]):
         between = sum(result.seconds[i] for i in range(firsts[q] + 1, step))
         share = result.seconds[step] / last
-        if is_trailing:
+        if step > firsts[q] + 1:
             result.seconds[step] += max(0.0, latency - between) * share / (1.0 + share)
         else:
-            result.seconds[firsts[q]] = max(result.seconds[firsts[q]], latency)
-            result.seconds[step] = max(result.seconds[step], last)
+            for i, tile in ((firsts[q], latency), (step, last)):
+                result.seconds[i] = whole_waves(result.seconds[i], tile)
     if seconds:
         for step, tile in ((firsts[-1], latency), (seconds[-1], last)):
             result.seconds[step] = max(result.seconds[step], 0.5 * tile) + 0.5 * tile
+
+
+def whole_waves(seconds: float, tile: float) -> float:
+    """A step that nothing overlaps: its last wave lasts as long as a full one."""
+    return max(seconds, math.ceil(seconds / tile - 1e-9) * tile) if seconds > 0 else 0.0
 
 
 def gather_hidden(costs: StageCosts, rows: np.ndarray) -> float:

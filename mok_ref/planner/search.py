@@ -89,7 +89,8 @@ def parse_routing(text: str) -> float | None:
         return 0.0
     if not text.startswith("zipf"):
         require(
-            text.endswith(".npz"), f'routing must be "uniform", "zipf:S" or an .npz file, got {text!r}'
+            text.endswith(".npz"),
+            f'routing must be "uniform", "zipf:S" or an .npz file, got {text!r}',
         )
         return None
     try:
@@ -215,9 +216,7 @@ def whole_step(
 def candidates_of_split(question: Question, ep: int, tp: int, dp: int) -> list[Candidate]:
     """All batches and communication shares of one split."""
     model, tokens = question.model, question.tokens * tp
-    work = workload_for(
-        question.routing, ep, tokens, model.num_experts, model.top_k, question.seed
-    )
+    work = workload_for(question.routing, ep, tokens, model.num_experts, model.top_k, question.seed)
     placement = choose_placement(question, work, tp)
     shape = shape_of(model, question.dtype, tp_size=tp)
     mean_rows = float(work.counts.sum()) / ep
@@ -259,17 +258,19 @@ def simulate_candidate(question: Question, candidate: Candidate) -> Candidate:
     return replace(candidate, step=step, simulated=pair)
 
 
-def ring_variants(question: Question, candidate: Candidate) -> list[Candidate]:
-    """The same candidate with other ring sizes, where memory allows."""
+def batch_variants(question: Question, candidate: Candidate, num: int) -> list[Candidate]:
+    """The same split with other minibatches and rings, the best `num` by the closed form."""
+    here = candidate.choice
     result = []
-    for slots in RING_SLOTS:
-        if slots == candidate.choice.ring_slots:
-            continue
-        choice = replace(candidate.choice, macrobatch=candidate.choice.minibatch * slots)
-        setting = replace(candidate.setting, choice=choice)
-        tokens = int(setting.work.tokens.max())
-        result.append(evaluate(question, setting, candidate.placement, tokens))
-    return result
+    for minibatch in (here.minibatch // 2, here.minibatch, here.minibatch * 2):
+        for slots in RING_SLOTS:
+            choice = replace(here, minibatch=minibatch, macrobatch=minibatch * slots)
+            if choice == here or minibatch < MINIBATCHES[0]:
+                continue
+            setting = replace(candidate.setting, choice=choice)
+            tokens = int(setting.work.tokens.max())
+            result.append(evaluate(question, setting, candidate.placement, tokens))
+    return sorted(result, key=rank_key)[:num]
 
 
 def search(question: Question, num_simulated: int = 3) -> list[Candidate]:
@@ -287,6 +288,6 @@ def search(question: Question, num_simulated: int = 3) -> list[Candidate]:
     best = best_per_split(found, max(num_simulated, 6))
     head = [simulate_candidate(question, c) for c in best[:num_simulated]]
     head.sort(key=rank_key)
-    rings = [simulate_candidate(question, c) for c in ring_variants(question, head[0])]
-    head[0] = min([head[0], *rings], key=rank_key)
+    varied = batch_variants(question, head[0], 2)
+    head[0] = min([head[0], *(simulate_candidate(question, c) for c in varied)], key=rank_key)
     return head + best[num_simulated:]

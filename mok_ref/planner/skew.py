@@ -40,7 +40,7 @@ class SkewCase:
     breaks: str
 
 
-def skewed_loads(question: Question, ranks: int, tokens: int) -> list[Workload]:
+def skewed_loads(question: Question, ranks: int, tokens: int, owner: np.ndarray) -> list[Workload]:
     model = question.model
     loads = [
         make_workload(
@@ -48,7 +48,7 @@ def skewed_loads(question: Question, ranks: int, tokens: int) -> list[Workload]:
         )
         for skew in SKEWS
     ]
-    return [*loads, all_to_one(ranks, tokens, model.num_experts, model.top_k)]
+    return [*loads, all_to_one(ranks, tokens, owner, model.top_k)]
 
 
 def skew_report(question: Question, plan: Candidate) -> list[SkewCase]:
@@ -58,7 +58,7 @@ def skew_report(question: Question, plan: Candidate) -> list[SkewCase]:
     tokens = int(setting.work.tokens.max())
     return [
         skew_case(question, plan, work, base)
-        for work in skewed_loads(question, setting.choice.ep_size, tokens)
+        for work in skewed_loads(question, setting.choice.ep_size, tokens, setting.owner)
     ]
 
 

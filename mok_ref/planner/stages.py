@@ -57,9 +57,7 @@ class KernelConstants:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            require(
-                math.isfinite(value) and value >= 0, f"{f.name} must be >= 0, got {value!r}"
-            )
+            require(math.isfinite(value) and value >= 0, f"{f.name} must be >= 0, got {value!r}")
 
 
 def fitted_constants(path: Path = FITTED) -> KernelConstants:
@@ -124,7 +122,7 @@ class LayerShape:
         return 2.0 if self.dtype == "bf16" else 33 / 32
 
 
-def shape_of(model: ModelDescription, dtype: str = "bf16", **rest: int) -> LayerShape:
+def shape_of(model: ModelDescription, dtype: str = "bf16", tp_size: int = 1) -> LayerShape:
     """The layer of `model` as the kernel sees it."""
     return LayerShape(
         model.hidden_size,
@@ -133,7 +131,7 @@ def shape_of(model: ModelDescription, dtype: str = "bf16", **rest: int) -> Layer
         model.top_k,
         model.shared_intermediate_size,
         dtype,
-        **rest,
+        tp_size,
     )
 
 

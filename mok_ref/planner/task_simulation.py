@@ -8,20 +8,26 @@ task depends on smaller tickets only, one pass in ticket order is the whole simu
     pull of minibatch q       pull of q-1 done, down tiles of q - slots done (ring slot free)
     end of a down tile        its push has left (stores are pushed back by a full link)
 
-Links: the rank's own port at the measured rate; contention at peers is `minibatch_simulation`'s.
-Backward has dgrad hidden for gate/up, dgrad input for down, and wgrad tiles after them.
+Links: the rank's own port at the measured rate. Peers do the same at the same time, so their pushes
+come in where this rank's pulls do: a pull gets what pushes left of the port during the minibatch
+before, a push half of it while a pull runs. Uneven ranks are `minibatch_simulation`'s business.
+Backward has dgrad hidden for gate/up, dgrad input for down, and after each macrobatch its wgrad
+tiles.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from mok_ref.schedule import Minibatch, forward_task_order, walk
+
 from .closed_form import Setting, head_seconds, tail_seconds
 from .minibatch_simulation import Span
-from .programme import forward_walk, trailing
+from .programme import trailing
 from .stages import (
     TAIL_ROWS,
     TILE_COLUMNS,
@@ -169,64 +175,67 @@ class RankTasks:
         self.setting, self.costs = setting, setting.costs
         self.blocks = row_blocks(setting, rank)
         self.is_backward = is_backward
-        self.tickets = Tickets(
-            self.costs.compute_sms, setting.choice.communication_sms, with_spans
-        )
+        self.tickets = Tickets(self.costs.compute_sms, setting.choice.communication_sms, with_spans)
         self.kinds = tile_kinds(self.costs, is_backward)
         self.stretch = power_stretch(self.costs, self.blocks, self.kinds)
-        self.per_minibatch = setting.choice.minibatch // TILE_ROWS
-        num = -(-len(self.blocks.valid) // self.per_minibatch)
-        slots = setting.choice.ring_slots
-        self.walk = list(range(num)) if is_backward else forward_walk(num, slots)
+        num_rows = len(self.blocks.valid) * TILE_ROWS
+        direction = "backward" if is_backward else "forward"
+        choice = setting.choice
+        self.batches = list(walk(num_rows, choice.macrobatch, choice.minibatch, direction))
         self.ready = np.zeros(len(self.blocks.valid))  # first product of a block done
-        self.freed = np.zeros(num)  # ring slot of walk position q free
+        self.freed: dict[int, float] = {}  # ring slot: when its last user had left it
         self.pulled = self.pull_end = self.push_end = 0.0
         movers = setting.choice.communication_sms or setting.hardware.num_sms
         ceiling = movers * setting.hardware.sm_link_bytes_per_s
         self.pull_rate = min(setting.hardware.link_rate, ceiling)
+        self.last_pull = self.pushed_seconds = 0.0
 
-    def members(self, q: int) -> range:
-        first = self.walk[q] * self.per_minibatch
-        return range(first, min(first + self.per_minibatch, len(self.blocks.valid)))
+    def slot_of(self, batch: Minibatch) -> int:
+        return batch.first % self.setting.choice.macrobatch
 
-    def pull(self, q: int) -> float:
-        """When the rows of walk position q are all in the ring."""
-        blocks, slots = self.members(q), self.setting.choice.ring_slots
-        start = self.pull_end
-        if q >= slots:
-            start = max(start, float(self.freed[q - slots]))
+    def pull(self, batch: Minibatch) -> float:
+        """When the rows of a minibatch are all in the ring."""
+        blocks = blocks_of(batch)
+        start = max(self.pull_end, self.freed.get(self.slot_of(batch), 0.0))
         factor = 2.0 if self.is_backward else 1.0
         row_bytes = self.costs.shape.pull_row_bytes * factor
         remote = float(self.blocks.remote[blocks.start : blocks.stop].sum())
         total = float(self.blocks.valid[blocks.start : blocks.stop].sum())
         hardware = self.setting.hardware
-        seconds = remote * row_bytes / self.pull_rate
+        seconds = remote * row_bytes / self.pull_rate / self.port_share(start)
         seconds = max(seconds, (total - remote) * row_bytes / hardware.gather_bytes_per_s)
         self.pull_end = start + seconds + hardware.link_latency_us * 1e-6
         if self.tickets.with_spans:
-            span = Span(-1, "pull", f"pull {self.walk[q]}", start, self.pull_end)
+            span = Span(-1, "pull", f"pull {batch.index}", start, self.pull_end)
             self.tickets.spans.append(span)
         return self.pull_end
+
+    def port_share(self, now: float) -> float:
+        """What pushes left of the link since the last pull began, at least a fair half."""
+        since = now - self.last_pull
+        used = self.pushed_seconds / since if since > 0 else 0.0
+        self.last_pull, self.pushed_seconds = now, 0.0
+        return max(0.5, 1.0 - used)
 
     def seconds_of(self, kind: TileKind, block: int) -> float:
         is_full = self.blocks.valid[block] > TAIL_ROWS
         return (kind.full if is_full else kind.half) * self.stretch
 
-    def first_product(self, q: int) -> None:
-        """Column-major over the minibatch's blocks: a weight tile serves all blocks of an expert."""
-        kind, here = self.kinds[0], self.pull(q)
+    def first_product(self, batch: Minibatch) -> None:
+        """Column-major over the blocks: a weight tile serves all blocks of an expert."""
+        kind, here = self.kinds[0], self.pull(batch)
         for _ in range(kind.columns):
-            for block in self.members(q):
+            for block in blocks_of(batch):
                 seconds = self.seconds_of(kind, block)
                 end, sm = self.tickets.draw(kind.name, here, seconds, "waiting for rows")
                 self.tickets.put_back(end, sm)
                 self.ready[block] = max(self.ready[block], end)
 
-    def second_product(self, q: int) -> None:
+    def second_product(self, batch: Minibatch) -> None:
         kind, last = self.kinds[1], 0.0
         rate = self.setting.hardware.link_rate
         for _ in range(kind.columns):
-            for block in self.members(q):
+            for block in blocks_of(batch):
                 end, sm = self.tickets.draw(
                     kind.name,
                     float(self.ready[block]),
@@ -234,6 +243,9 @@ class RankTasks:
                     "waiting for the first product",
                 )
                 sent = float(self.blocks.remote[block]) * kind.push_bytes / rate
+                self.pushed_seconds += sent
+                if end < self.pull_end:
+                    sent *= 2
                 self.push_end = max(self.push_end, end - sent) + sent
                 if self.push_end > end:
                     spent = self.tickets.spent
@@ -241,7 +253,7 @@ class RankTasks:
                     end = self.push_end
                 self.tickets.put_back(end, sm)
                 last = max(last, end)
-        self.freed[q] = last
+        self.freed[self.slot_of(batch)] = last
 
     def shared_expert(self, num_tokens: float) -> None:
         """Tiles that need nothing from peers: they come first and hide the first pull."""
@@ -254,32 +266,65 @@ class RankTasks:
             end, sm = self.tickets.draw("shared", 0.0, tile, "waiting for rows")
             self.tickets.put_back(end, sm)
 
-    def wgrad(self) -> None:
-        """Weight gradients of every touched expert, after all dgrads."""
+    def wgrad(self, batches: list[Minibatch]) -> None:
+        """Weight gradients of the experts that a macrobatch touches: a launch of its own."""
         s, costs = self.costs.shape, self.costs
-        start = self.tickets.close()
+        start = self.restart()
         tiles = 3 * (-(-s.hidden_size // TILE_ROWS)) * (-(-s.columns // TILE_COLUMNS))
         stored = costs.constants.wgrad_epilogue_us * (1.0 if costs.float32_dw else 0.5)
-        self.tickets.free = [(start, sm) for _, sm in self.tickets.free]
-        counts = np.bincount(self.blocks.expert, weights=self.blocks.valid)
+        blocks = slice(blocks_of(batches[0]).start, blocks_of(batches[-1]).stop)
+        counts = np.bincount(self.blocks.expert[blocks], weights=self.blocks.valid[blocks])
         for rows in counts[counts > 0]:
             seconds = costs.tile_seconds(padded(int(rows), TILE_DEPTH), stored) * self.stretch
             for _ in range(tiles):
                 end, sm = self.tickets.draw("wgrad", start, seconds, "waiting for dgrad")
                 self.tickets.put_back(end, sm)
+        # the ring is free for the next macrobatch only now
+        end = self.restart()
+        self.freed = {self.slot_of(batch): end for batch in batches}
+
+    def restart(self) -> float:
+        """All SMs wait for the last tile: the end of a launch."""
+        end = self.tickets.close()
+        self.tickets.free = [(end, sm) for _, sm in self.tickets.free]
+        return end
 
     def run(self, num_tokens: float) -> float:
+        choice = self.setting.choice
         if self.costs.shape.shared_intermediate_size:
             self.shared_expert(num_tokens)
-        lag = trailing(self.setting.choice.ring_slots)
-        for q in range(len(self.walk) + lag):
-            if q < len(self.walk):
-                self.first_product(q)
-            if q >= lag:
-                self.second_product(q - lag)
-        if self.is_backward:
-            self.wgrad()
+        if not self.is_backward:
+            self.run_tasks(forward_task_order(self.batches, choice.macrobatch))
+            return self.tickets.close()
+        for first in range(0, len(self.batches), choice.ring_slots):
+            inside = self.batches[first : first + choice.ring_slots]
+            self.run_tasks(backward_task_order(inside, choice.ring_slots))
+            self.wgrad(inside)
         return self.tickets.close()
+
+    def run_tasks(self, order: Iterable[tuple[str, Minibatch]]) -> None:
+        for kind, batch in order:
+            if kind == "gate_up":
+                self.first_product(batch)
+            else:
+                self.second_product(batch)
+
+
+def blocks_of(batch: Minibatch) -> range:
+    """Row blocks of a minibatch."""
+    return range(batch.first // TILE_ROWS, -(-batch.end // TILE_ROWS))
+
+
+def backward_task_order(
+    batches: list[Minibatch], ring_slots: int
+) -> Iterator[tuple[str, Minibatch]]:
+    """dgrad hidden in gate/up's place and dgrad input in down's, one minibatch behind."""
+    lag = trailing(ring_slots)
+    for q in range(len(batches) + lag):
+        if q < len(batches):
+            yield "gate_up", batches[q]
+        if q >= lag:
+            yield "down", batches[q - lag]
 
 
 def simulate_tasks(

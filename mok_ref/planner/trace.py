@@ -20,7 +20,14 @@ LANES = ("pull", "compute", "push")
 
 # One record per finished task of a kernel run with --trace: who, what, and globaltimer stamps.
 STAMP = np.dtype(
-    [("sm", "u4"), ("kind", "u4"), ("index", "u4"), ("unused", "u4"), ("start", "u8"), ("end", "u8")]
+    [
+        ("sm", "u4"),
+        ("kind", "u4"),
+        ("index", "u4"),
+        ("unused", "u4"),
+        ("start", "u8"),
+        ("end", "u8"),
+    ]
 )
 STAMP_KINDS = ("pull", "shared", "gate_up", "down", "dgrad_hidden", "dgrad_input", "wgrad")
 

@@ -34,12 +34,14 @@ from .placement import in_order
 from .prediction import predict
 from .stages import (
     FITTED,
+    TILE_ROWS,
     KernelConstants,
     LayerShape,
     StageCosts,
     constants_as_json,
     fitted_constants,
 )
+from .workload import Workload
 
 PARAMETERS = (
     "issue_share",
@@ -69,7 +71,7 @@ class Compared:
 
 
 @lru_cache(maxsize=256)
-def cached_workload(key: Measurement):  # type: ignore[no-untyped-def]
+def cached_workload(key: Measurement) -> Workload:
     return workload_of(key)
 
 
@@ -117,15 +119,19 @@ def dense_seconds(row: Measurement, hardware: Hardware) -> float:
 
 
 def choice_of_row(row: Measurement) -> Choice:
+    """The batches a row was measured with; where it names none, the layer's own default: one ring
+    that holds twice a balanced load. A backward row's forward saved everything."""
     extra = row.extra
-    minibatch = int(extra.get("minibatch") or 2048)
-    macrobatch = int(extra.get("macrobatch") or 8 * minibatch)
+    whole = -(-2 * row.rows // TILE_ROWS) * TILE_ROWS
+    minibatch = int(extra.get("minibatch") or min(2048, whole))
+    macrobatch = int(extra.get("macrobatch") or -(-whole // minibatch) * minibatch)
+    save = "all" if row.what.startswith("backward") else str(extra.get("save", "all"))
     return Choice(
         row.ranks,
         minibatch=minibatch,
         macrobatch=macrobatch,
         communication_sms=int(extra.get("communication_sms", 0)),
-        save=str(extra.get("save", "all")),
+        save=save,
         dtype=row.dtype,
         native_fp8=bool(extra.get("native_fp8", False)),
     )
@@ -190,20 +196,21 @@ def fit_constants(rows: Sequence[Measurement]) -> KernelConstants:
         return np.concatenate([errors, 0.01 * (point - first)])
 
     bounds = (first - 2.5, first + 2.5)
-    found = optimize.least_squares(residuals, first, bounds=bounds, diff_step=0.02, loss="soft_l1",
-                                   f_scale=0.05)
+    found = optimize.least_squares(
+        residuals, first, bounds=bounds, diff_step=0.02, loss="soft_l1", f_scale=0.05
+    )
     return constants_at(found.x)
 
 
-def fit_machine(
-    rows: Sequence[Measurement], constants: KernelConstants
-) -> dict[str, float]:
+def fit_machine(rows: Sequence[Measurement], constants: KernelConstants) -> dict[str, float]:
     """Two factors for a machine that is not at hand: on its tensor rates and on its link rate."""
     optimize = optional_module("scipy.optimize")
 
     def residuals(point: np.ndarray) -> np.ndarray:
         factors = {"tensor": float(np.exp(point[0])), "link": float(np.exp(point[1]))}
-        errors = log_errors(rows, lambda row: load_hardware(row.hardware).scaled(**factors), constants)
+        errors = log_errors(
+            rows, lambda row: load_hardware(row.hardware).scaled(**factors), constants
+        )
         return np.concatenate([errors, 0.02 * point])
 
     found = optimize.least_squares(residuals, np.zeros(2), bounds=(-2.0, 1.0), diff_step=0.03)
@@ -272,7 +279,10 @@ def markdown_line(item: Compared) -> str:
     row = item.row
     sizes = (row.tokens, row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
     numbers = " | ".join(str(size) for size in sizes)
-    what = f"{row.what} {row.dtype}" if row.group in ("kernel", "published") else row.what
+    what = row.what
+    if row.group in ("kernel", "published"):
+        details = [row.extra.get(key) for key in ("mode", "save", "dw_dtype")]
+        what = " ".join([what, row.dtype, *(str(d) for d in details if d)])
     gpus = f"{row.ranks} {row.hardware}"
     return (
         f"| {row.case} | {what} | {numbers} | {gpus} | {item.role} | {row.ms:.3f} | "
@@ -301,9 +311,8 @@ def link_lines() -> list[str]:
     for link in published_links():
         rate = load_hardware(link["hardware"]).link_rate / 1e9
         error = rate / link["gb_per_s"] - 1
-        lines.append(
-            f"| {link['name']} | {link['hardware']} | {link['gb_per_s']} | {rate:.0f} | {error:+.1%} |"
-        )
+        cells = [link["name"], link["hardware"], link["gb_per_s"], f"{rate:.0f}", f"{error:+.1%}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 

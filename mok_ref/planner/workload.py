@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+
+from mok_ref.schedule import bit_reversed_order, default_splits
 
 from .errors import require
 
@@ -47,8 +50,9 @@ class Workload:
         assert self.topk_ids is not None
         num_tokens, top_k = self.topk_ids.shape
         source = np.repeat(np.arange(self.num_ranks, dtype=np.int32), self.tokens)
-        walk = bit_reversed(np.arange(num_tokens), num_tokens)
-        key = self.topk_ids.astype(np.int64) * (2 * np.int64(walk.max()) + 2) + walk[:, None]
+        turn = np.empty(num_tokens, np.int64)
+        turn[bit_reversed_order(num_tokens)] = np.arange(num_tokens)
+        key = self.topk_ids.astype(np.int64) * num_tokens + turn[:, None]
         key, source = key.ravel(), np.repeat(source, top_k)
         is_route = self.topk_ids.ravel() >= 0
         key, source = key[is_route], source[is_route]
@@ -109,16 +113,6 @@ def gumbel_top(
     return np.argsort(-keys, axis=1)[:, :top_k].astype(np.int32)
 
 
-def bit_reversed(values: np.ndarray, num_tokens: int) -> np.ndarray:
-    """bitreverse(g) over B = max(1, ceil(log2 N)) bits."""
-    bits = max(1, int(num_tokens - 1).bit_length())
-    result = np.zeros_like(values)
-    for _ in range(bits):
-        result = result << 1 | values & 1
-        values = values >> 1
-    return result
-
-
 def repeats(ids: np.ndarray) -> np.ndarray:
     """(T, K) bool: the slot's expert occurs in an earlier slot of the same token."""
     top_k = ids.shape[1]
@@ -168,12 +162,16 @@ def inclusion(probability: np.ndarray, top_k: int) -> np.ndarray:
     return -np.expm1(low * np.log1p(-np.minimum(probability, 1 - 1e-12)))
 
 
-def all_to_one(num_ranks: int, tokens_per_rank: int, num_experts: int, top_k: int) -> Workload:
-    """The worst case: every token chooses the same K experts."""
+def all_to_one(num_ranks: int, tokens_per_rank: int, owner: np.ndarray, top_k: int) -> Workload:
+    """The worst case under placement `owner` (E,): every token chooses the same K experts, all of
+    the rank that owns most (and of the next ranks, if it owns fewer than K)."""
+    num_experts = len(owner)
+    owned = np.bincount(owner, minlength=num_ranks)
+    order = np.lexsort((np.arange(num_experts), owner, -owned[owner]))
     tokens = np.full(num_ranks, tokens_per_rank, np.int64)
     counts = np.zeros((num_ranks, num_experts), np.int64)
-    chosen = np.arange(top_k) % num_experts
-    np.add.at(counts, (slice(None), chosen), tokens_per_rank)
+    chosen = order[np.arange(top_k) % num_experts]
+    counts[:] = np.bincount(chosen, minlength=num_experts) * tokens_per_rank
     return Workload(tokens, counts, "all to one")
 
 
@@ -185,10 +183,11 @@ def recorded_workload(path: str | Path, num_ranks: int, num_experts: int) -> Wor
     path = Path(path)
     require(path.is_file(), f"routing file must exist, got {str(path)!r}")
     try:
-        with np.load(path, allow_pickle=False) as data:
+        # opened here, because np.load leaves a file that is no archive open
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
             ids = np.asarray(data["topk_ids"]) if "topk_ids" in data else None
             splits = np.asarray(data["splits"]) if "splits" in data else None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path.name}: not a readable .npz file: {error}") from None
     require(ids is not None, f"{path.name}: missing topk_ids")
     assert ids is not None
@@ -208,12 +207,3 @@ def recorded_workload(path: str | Path, num_ranks: int, num_experts: int) -> Wor
     )
     tokens = splits.astype(np.int64)
     return Workload(tokens, counts_of(ids, tokens, num_experts), path.name, ids.astype(np.int32))
-
-
-def default_splits(num_tokens: int, num_ranks: int) -> np.ndarray:
-    """(R,) tokens per rank in units of 16, the last unit partial (contract, section 6)."""
-    units = -(-num_tokens // 16)
-    each = np.full(num_ranks, units // num_ranks)
-    each[: units % num_ranks] += 1
-    edges = np.minimum(np.cumsum(each) * 16, num_tokens)
-    return np.diff(edges, prepend=0)

@@ -148,7 +148,9 @@ def find_alarms(
         for expert, load in enumerate(layer["load"][:num_open]):
             idle[expert] = 0 if load else idle[expert] + 1
             if idle[expert] >= options.dead_after:
-                alarms.append(f"layer{index}: expert {expert} dead, {idle[expert]} steps without a route")
+                alarms.append(
+                    f"layer{index}: expert {expert} dead, {idle[expert]} steps without a route"
+                )
         for kind in ("gradient", "weight"):
             norms = np.array(layer.get(f"{kind}_norms", []), np.float32)
             for large in np.flatnonzero(outliers(norms, options.outlier)[0]):

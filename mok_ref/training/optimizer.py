@@ -123,10 +123,10 @@ def square_sums(stack: Array) -> Array:
     stack  (L, ..., C) float32.  Returns (L,) float32.
     Order:  dot128 along the last axis, then rows ascending, one accumulator from +0.
     """
-    num, columns = len(stack), stack.shape[-1]
-    rows = stack.reshape(-1, columns)
-    sums = row_sum(mul(rows, rows)).reshape(num, -1)
-    return token_sum(np.ascontiguousarray(sums.T), np.zeros(num, np.float32))
+    per_tensor = int(np.prod(stack.shape[1:-1]))
+    rows = stack.reshape(len(stack) * per_tensor, stack.shape[-1])
+    sums = row_sum(mul(rows, rows)).reshape(len(stack), per_tensor)
+    return token_sum(np.ascontiguousarray(sums.T), np.zeros(len(stack), np.float32))
 
 
 def square_sum(tensor: Array) -> np.float32:

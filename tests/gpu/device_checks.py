@@ -1,6 +1,7 @@
 """Print the tables of docs/device_checks.md: every device function against NumPy at full size.
 
-    PYTHONPATH=. python tests/gpu/device_checks.py            # on a machine with a GPU from sm_80 on
+    PYTHONPATH=. python tests/gpu/device_checks.py            # on a machine with a GPU from sm_80
+    on
 
 Exit status 1 if any bit differs.
 """
@@ -15,7 +16,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu import units
-
 from mok_ref import mxfp8, numerics
 from mok_ref.gpu import compiler
 from mok_ref.gpu import mxfp8 as gpu_mxfp8
@@ -85,7 +85,10 @@ def scalar_table() -> int:
     want = swiglu_backward(wide[0][None], wide[1][None], dh[None], None)
     terms = units.random_floats(rng, 1 << 20).reshape(-1, 512)
     bf16 = units.ALL_BF16
-    one = lambda kernel, inputs, dtype, *rest: units.elementwise(kernel, inputs, [dtype], *rest)[0]
+
+    def one(kernel: str, inputs: list[np.ndarray], dtype: type, *scalars: object) -> np.ndarray:
+        return units.elementwise(kernel, inputs, [dtype], *scalars)[0]
+
     checks = {
         "exp": (one("exp", [x], np.float32), numerics.exp(x)),
         "sigmoid": (one("sigmoid", [x], np.float32), numerics.sigmoid(x)),
@@ -154,8 +157,9 @@ def main() -> int:
     device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     driver = cupy.cuda.runtime.driverGetVersion()
     started = time.time()
-    print(f"{time.strftime('%Y-%m-%d')}, {device}, CUDA driver {driver // 1000}.{driver % 1000 // 10}, "
-          f"NVRTC {compiler.compiler_version()}, {compiler.device_arch()}\n")  # fmt: skip
+    compute = f"CUDA driver {driver // 1000}.{driver % 1000 // 10}"
+    compiled = f"NVRTC {compiler.compiler_version()}, {compiler.device_arch()}"
+    print(f"{time.strftime('%Y-%m-%d')}, {device}, {compute}, {compiled}\n")
     with np.errstate(all="ignore"):
         wrong = tc_table() + resumed_table() + scalar_table() + cupy_table()
     print(f"\n{wrong} differences, {time.time() - started:.0f} s")

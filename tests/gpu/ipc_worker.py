@@ -14,16 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-from file_comm import FileComm  # noqa: E402
-from test_layer_gpu import BASE, collect, make_inputs, rank_arguments, rank_dy  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from file_comm import FileComm
 
-from mok_ref.config import MoEConfig  # noqa: E402
-from mok_ref.gpu.workspace import DeviceWorkspace  # noqa: E402
-from mok_ref.heap import run_ranks  # noqa: E402
-from mok_ref.heap.cuda_ipc import CudaIpcHeap  # noqa: E402
-from mok_ref.layer import moe_backward, moe_forward  # noqa: E402
-from mok_ref.testing import assert_bitwise_equal  # noqa: E402
+from gpu.test_layer_gpu import BASE, collect, make_inputs, rank_arguments, rank_dy
+from mok_ref.config import MoEConfig
+from mok_ref.gpu.workspace import DeviceWorkspace
+from mok_ref.heap import run_ranks
+from mok_ref.heap.cuda_ipc import CudaIpcHeap
+from mok_ref.layer import moe_backward, moe_forward
+from mok_ref.testing import assert_bitwise_equal
 
 LAYERS = (
     BASE | dict(num_experts=12, shared_intermediate_size=24),

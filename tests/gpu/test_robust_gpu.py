@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_layer_gpu import (
+
+from gpu.test_layer_gpu import (
     BASE,
     as_host,
     assert_same,
@@ -14,7 +15,6 @@ from test_layer_gpu import (
     rank_dy,
     reference,
 )
-
 from mok_ref.config import MoEConfig
 from mok_ref.gpu import layer
 from mok_ref.gpu.compiler import load_kernel

@@ -1,7 +1,8 @@
 """Each device function alone against its NumPy twin, bit for bit.
 
-Runs on a GPU (marker gpu) and, with small inputs, on the CPU with the kernels compiled for it. The tables of
-docs/device_checks.md come from the same functions at full size: `python tests/gpu/device_checks.py`.
+Runs on a GPU (marker gpu) and, with small inputs, on the CPU with the kernels compiled for it. The
+tables of docs/device_checks.md come from the same functions at full size: `python
+tests/gpu/device_checks.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from mok_ref.tensor_core import tc
 from mok_ref.testing import assert_bitwise_equal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from host_cupy import host_cuda_device
+
 from gpu import units
 from gpu.host_cuda import compiler as host_compiler
-from host_cupy import host_cuda_device
 
 assert portable and products  # imported before the stand-in replaces what they load
 
@@ -240,7 +242,8 @@ OPTIONS = {
 
 
 def routing_logits(num_tokens: int) -> np.ndarray:
-    """Normal, tied, all equal, far apart, and with closed experts; one token with all of them closed."""
+    """Normal, tied, all equal, far apart, and with closed experts; one token with all of them
+    closed."""
     rng = rng_of("logits")
     logits = rng.standard_normal((num_tokens, 16)).astype(np.float32) * 3
     logits[0] = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_layer_gpu import CASES, PATH, device, make_case
 
+from gpu.test_layer_gpu import CASES, PATH, device, make_case
 from mok_ref.gpu.verify import Batch, check_forward, compare
 from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
 

@@ -1,4 +1,5 @@
-"""Inputs for, and calls of, the kernels that hold one device function each (cuda_src/unit_kernels.cu)."""
+"""Inputs for, and calls of, the kernels that hold one device function each
+(cuda_src/unit_kernels.cu)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def _signed_zeros(rng: np.random.Generator, shape: tuple) -> np.ndarray:
 
 def _special(rng: np.random.Generator, shape: tuple) -> np.ndarray:
     draw = rng.random(shape)
-    values = np.where(draw < 0.01, np.inf, np.where(draw < 0.02, -np.inf, rng.standard_normal(shape)))
+    values = np.where(
+        draw < 0.01, np.inf, np.where(draw < 0.02, -np.inf, rng.standard_normal(shape))
+    )
     return np.where((draw >= 0.02) & (draw < 0.022), np.nan, values)
 
 
@@ -86,7 +89,9 @@ def accumulators(rng: np.random.Generator, shape: tuple, kind: str) -> np.ndarra
         is_special = (bits & 0x7F800000) == 0x7F800000
         values = np.where(is_special, bits & 0xBFFFFFFF, bits).astype(np.uint32).view(np.float32)
     elif kind == "subnormal":
-        values = (rng.standard_normal(shape) * 2.0 ** rng.integers(-149, -110, shape)).astype(np.float32)
+        values = (rng.standard_normal(shape) * 2.0 ** rng.integers(-149, -110, shape)).astype(
+            np.float32
+        )
     else:
         with np.errstate(all="ignore"):
             values = VALUES[kind](rng, shape).astype(np.float32)
@@ -96,7 +101,8 @@ def accumulators(rng: np.random.Generator, shape: tuple, kind: str) -> np.ndarra
 
 
 def random_floats(rng: np.random.Generator, count: int) -> np.ndarray:
-    """float32 of all magnitudes: half normal numbers, half random bit patterns (NaN and Inf too)."""
+    """float32 of all magnitudes: half normal numbers, half random bit patterns (NaN and Inf
+    too)."""
     bits = rng.integers(0, 1 << 32, count, dtype=np.uint64).astype(np.uint32).view(np.float32)
     return np.where(rng.random(count) < 0.5, rng.standard_normal(count).astype(np.float32), bits)
 
@@ -113,7 +119,9 @@ def on_device(array: np.ndarray) -> Any:
     return cupy.asarray(np.ascontiguousarray(array))
 
 
-def elementwise(kernel: str, inputs: list[np.ndarray], dtypes: list[Any], *scalars: Any) -> list[np.ndarray]:
+def elementwise(
+    kernel: str, inputs: list[np.ndarray], dtypes: list[Any], *scalars: Any
+) -> list[np.ndarray]:
     """Run unit_<kernel>(inputs..., outputs..., scalars..., count); one thread per element."""
     import cupy
 

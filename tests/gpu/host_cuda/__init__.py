@@ -3,8 +3,9 @@
     kernels = HostKernels("portable.cu")
     kernels.launch("portable_round", (1, 1), 256, [from_array, to_array, np.int64(n)])
 
-`translate` rewrites what C++ does not know: inline PTX becomes calls of functions in host_cuda.h that are
-named after the instruction, `extern __shared__` becomes a fixed array, and every kernel gets a launcher.
+`translate` rewrites what C++ does not know: inline PTX becomes calls of functions in host_cuda.h
+that are named after the instruction, `extern __shared__` becomes a fixed array, and every kernel
+gets a launcher.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 CUDA_SRC = HERE.parents[2] / "cuda_src"
-_FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
+_FLAGS = [
+    "-std=c++20",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-w",
+]
 _HOPPER_ONLY = r"(?s)#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n.*?#endif\n"
 _NOT_ON_HOST = ("tensor_core.cuh", "ptx.cuh")  # Hopper's own instructions
 
@@ -41,7 +50,9 @@ def translate(source: str) -> str:
         out.append(_asm_call(source[match.end() : end]))
         position = end + 1
     text = "".join(out) + source[position:]
-    return re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"alignas(16) static \1 \2[1 << 16];", text)
+    return re.sub(
+        r"extern __shared__ (\w+) (\w+)\[\];", r"alignas(16) static \1 \2[1 << 16];", text
+    )
 
 
 def _closing(text: str, opening: int) -> int:
@@ -70,7 +81,8 @@ def _asm_call(inner: str) -> str:
 
 
 def _launchers(source: str) -> str:
-    """One C function per kernel: launch_<name>(grid x, grid y, threads; pointers to the arguments)."""
+    """One C function per kernel: launch_<name>(grid x, grid y, threads; pointers to the
+    arguments)."""
     text = []
     pattern = r'extern "C" __global__ void(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\(([^)]*)\)'
     for name, parameters in re.findall(pattern, source):
@@ -92,8 +104,8 @@ def _launchers(source: str) -> str:
 _MMA_BY_TC_GROUP = """
 float host_mma_output(const unsigned short* a_row, const unsigned short* b_column, float acc) {
   mok::u32 a[16], b[16];
-  for (int i = 0; i < 16; ++i) { a[i] = mok::operand_word(a_row[i]); b[i] = mok::operand_word(b_column[i]); }
-  return mok::tc_group(a, 1, b, 1, acc);
+  for (int i = 0; i < 16; ++i) { a[i] = mok::operand_word(a_row[i]); b[i] =
+  mok::operand_word(b_column[i]); } return mok::tc_group(a, 1, b, 1, acc);
 }
 """
 
@@ -120,11 +132,16 @@ class HostKernels:
             [*command, str(build / "kernels.cc")], capture_output=True, text=True, check=False
         )
         if result.returncode:
-            raise RuntimeError(f"{source_name} does not compile on the host:\n{result.stderr[:4000]}")
+            raise RuntimeError(
+                f"{source_name} does not compile on the host:\n{result.stderr[:4000]}"
+            )
         self._library = ctypes.CDLL(str(library))
 
-    def launch(self, kernel: str, grid: tuple[int, ...], threads: int, arguments: list[Any]) -> None:
-        """Run a kernel to its end. Arrays are passed by address, structs and NumPy scalars by value."""
+    def launch(
+        self, kernel: str, grid: tuple[int, ...], threads: int, arguments: list[Any]
+    ) -> None:
+        """Run a kernel to its end. Arrays are passed by address, structs and NumPy scalars by
+        value."""
         width, height = (*grid, 1)[:2]
         shape = (ctypes.c_uint * 3)(width, height, threads)
         kept, pointers = [], []
@@ -135,6 +152,6 @@ class HostKernels:
                 value = np.array(argument)
             kept.append(value)
             pointers.append(value.ctypes.data)
-        getattr(self._library, f"launch_{kernel}")(shape, (ctypes.c_void_p * len(pointers))(*pointers))
-
-
+        getattr(self._library, f"launch_{kernel}")(
+            shape, (ctypes.c_void_p * len(pointers))(*pointers)
+        )
