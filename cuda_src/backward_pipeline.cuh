@@ -25,8 +25,8 @@ constexpr i32 kTaskSlots = 4;
 constexpr i32 kMathWarps = 8;
 constexpr u32 kStagingBytes = 4096;     // per multiplying warp
 // Registers per thread of helping and multiplying warps: 128 helpers + 256 math must not pass 64,512 in sum.
-constexpr i32 kHelperRegisters = 72, kMathRegisters = 216;       // dgrad: two warps keep rows in flight
-constexpr i32 kLoaderRegisters = 40, kMathOnlyRegisters = 232;   // wgrad
+constexpr i32 kHelperRegisters = 88, kMathRegisters = 208;       // dgrad: two warps keep rows in flight
+constexpr i32 kLoaderRegisters = 56, kMathOnlyRegisters = 224;   // wgrad
 static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subscribed registers hang silently");
 static_assert(128 * kLoaderRegisters + 256 * kMathOnlyRegisters <= 64512, "over-subscribed registers hang silently");
 

@@ -5,8 +5,8 @@
 //                      acc = acc + router_dx[t] last;  d_topk_weights[t,k] = +0 where there is no route
 //   each then rounded to bf16 once. Products and sums are rounded separately.
 //
-// NumPy twins: mok_ref/combine.py: combine_forward; mok_ref/dispatch.py: dispatch_backward. One thread owns kVector adjacent columns of one token, so a
-// warp reads 512 contiguous bytes of each slot's row. Reads: the rank's own combine buffer, filled by all
+// NumPy twins: mok_ref/combine.py: combine_forward; mok_ref/dispatch.py: dispatch_backward. One thread owns
+// kVector adjacent columns of one token, so a warp reads 512 contiguous bytes of each slot's row. Reads: the rank's own combine buffer, filled by all
 // ranks before the barrier. Writes: y or dx. Synchronisation: a barrier between ranks before the kernel.
 #pragma once
 #include "numerics.cuh"
@@ -52,7 +52,8 @@ struct Bf16Vector<1> {
 // acc over the slots of one token, kVector columns starting at `rows` (slot 0's row plus the column).
 // Loads of kSlots slots are issued before the first is added; the order of the sum stays k ascending.
 template <i32 kVector, bool kWeighted>
-MOK_DEVICE void add_slots(float* acc, const u16* rows, const i32* ids, const float* weights, i32 top_k, i64 stride) {
+MOK_DEVICE void add_slots(float* acc, const u16* rows, const i32* ids, const float* weights, i32 top_k,
+                          i64 stride) {
   constexpr i32 kSlots = 8;
   for (i32 first = 0; first < top_k; first += kSlots) {
     Bf16Vector<kVector> row[kSlots];
@@ -95,7 +96,8 @@ MOK_DEVICE void combine_forward(const LayerParams& params, i64 token, i32 column
 }
 
 template <i32 kVector>
-MOK_DEVICE void dispatch_backward(const LayerParams& params, const BackwardParams& back, i64 token, i32 column) {
+MOK_DEVICE void dispatch_backward(const LayerParams& params, const BackwardParams& back, i64 token,
+                                  i32 column) {
   const i64 H = params.hidden_size, K = params.top_k;
   const u16* rows = peer_buffer<const u16>(params, kCombine, params.rank) + token * K * H + column;
   const i32* ids = peer_buffer<const i32>(params, kTopkIds, params.rank) + token * K;

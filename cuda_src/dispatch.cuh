@@ -1,6 +1,6 @@
 // dispatch.cuh: token rows travel from their owners into this rank's ring of rows.
 //
-//   x_ring[ring_row(p)] = x[peer_rank[p]][peer_row[p] / top_k],  padding rows: 0          (spec eq. 3)
+//   x_ring[ring_row(p)] = x[peer_rank[p]][peer_row[p] / top_k],  padding rows: 0          (spec eq. 4.3)
 //
 // NumPy twin     mok_ref/dispatch.py: dispatch_forward
 // Executed by    the pull warps of every CTA; pieces of kPullRows rows by ticket, in walk order
@@ -15,29 +15,26 @@
 
 namespace mok {
 
-constexpr i32 kPullRows = 2;
-constexpr i32 kPullDepth = 8;
-static_assert(kTileM % kPullRows == 0, "a piece lies inside one row block");
+constexpr i32 kPullRows = 8;
+constexpr i32 kPullDepth = 16;
+static_assert(kTileM % kPullRows == 0 && kPullRows % 2 == 0, "a piece is pairs of rows inside one row block");
 
 struct PullPiece {
   i32 row_block;
-  i32 first_row;                 // inside the row block
-  const uint4* source[kPullRows];  // null: padding
+  i32 first_row;        // inside the row block
+  const uint4* source;  // lane l < kPullRows: address of row l, null for padding
 };
 
-// Addresses of the rows of piece `ticket`, the same in all lanes.
-MOK_DEVICE PullPiece pull_piece(const LayerParams& params, const MinibatchWalk& minis, u32 ticket) {
+// Looks up the rows of piece `ticket`, one per lane.
+MOK_DEVICE PullPiece pull_piece(const LayerParams& params, const MinibatchWalk& minis, u32 ticket, i32 lane) {
   constexpr i32 kPieces = kTileM / kPullRows;
-  PullPiece piece;
-  piece.row_block = minis.row_block(ticket / kPieces);
-  piece.first_row = ticket % kPieces * kPullRows;
-  const i64 row = static_cast<i64>(piece.row_block) * kTileM + piece.first_row;
-#pragma unroll
-  for (i32 i = 0; i < kPullRows; ++i) {
-    const i32 owner = __ldg(params.peer_rank + row + i);
-    const i64 token = __ldg(params.peer_row + row + i) / params.top_k;
-    const u64 x = owner < 0 ? 0 : __ldg(params.peer_table + kX * params.ep_size + owner);
-    piece.source[i] = owner < 0 ? nullptr : reinterpret_cast<const uint4*>(x) + token * (params.hidden_size / 8);
+  PullPiece piece{minis.row_block(ticket / kPieces), static_cast<i32>(ticket % kPieces) * kPullRows, nullptr};
+  const i64 row = static_cast<i64>(piece.row_block) * kTileM + piece.first_row + lane % kPullRows;
+  const i32 owner = __ldg(params.peer_rank + row);
+  if (owner >= 0) {
+    const i64 token = __ldg(params.peer_row + row) / params.top_k;
+    const u64 x = __ldg(params.peer_table + kX * params.ep_size + owner);
+    piece.source = reinterpret_cast<const uint4*>(x) + token * (params.hidden_size / 8);
   }
   return piece;
 }
@@ -65,29 +62,45 @@ MOK_DEVICE i32 wait_ring_slot(const LayerParams& params, const ForwardCounters& 
   return -1;
 }
 
-// Copies the piece's rows; while its first loads are under way, the previous piece is signalled.
+// Chunks [base, base + kPullDepth * 32) of two neighbouring rows: all loads, then `between`, then all stores.
+template <typename Between>
+MOK_DEVICE void copy_chunks(uint4* target, const uint4* first, const uint4* second, i32 row_chunks, i32 base, i32 lane,
+                            Between between) {
+  uint4 data[kPullDepth];
+#pragma unroll
+  for (i32 i = 0; i < kPullDepth; ++i) {
+    const i32 chunk = base + i * kWarpSize + lane;
+    const bool is_second = chunk >= row_chunks;
+    const uint4* source = is_second ? second : first;
+    data[i] = make_uint4(0, 0, 0, 0);
+    if (chunk < 2 * row_chunks && source != nullptr) {
+      data[i] = ld_global_nc_v4(source + (is_second ? chunk - row_chunks : chunk));
+    }
+  }
+  between();
+#pragma unroll
+  for (i32 i = 0; i < kPullDepth; ++i) {
+    const i32 chunk = base + i * kWarpSize + lane;
+    if (chunk < 2 * row_chunks) st_global_v4(target + chunk, data[i]);
+  }
+}
+
+// Copies the piece's rows, two at a time; while its first loads are under way, the previous piece is signalled.
 MOK_DEVICE void copy_rows(const LayerParams& params, const ForwardCounters& counters,
                           const MinibatchWalk& minis, const PullPiece& piece, i32 unsignalled, i32 lane) {
   const i32 row_chunks = params.hidden_size / 8;
   uint4* target = reinterpret_cast<uint4*>(params.x_ring) +
                   static_cast<i64>(minis.ring_row(piece.row_block) + piece.first_row) * row_chunks;
-  for (i32 base = 0; base < kPullRows * row_chunks; base += kPullDepth * kWarpSize) {
-    uint4 data[kPullDepth];
-#pragma unroll
-    for (i32 i = 0; i < kPullDepth; ++i) {
-      const i32 chunk = base + i * kWarpSize + lane;
-      const bool second = chunk >= row_chunks;
-      const uint4* source = second ? piece.source[1] : piece.source[0];
-      data[i] = make_uint4(0, 0, 0, 0);
-      if (chunk < kPullRows * row_chunks && source != nullptr) {
-        data[i] = ld_global_nc_v4(source + (second ? chunk - row_chunks : chunk));
-      }
-    }
-    if (base == 0) signal_rows(counters, unsignalled, lane);
-#pragma unroll
-    for (i32 i = 0; i < kPullDepth; ++i) {
-      const i32 chunk = base + i * kWarpSize + lane;
-      if (chunk < kPullRows * row_chunks) target[chunk] = data[i];
+  const u64 source = reinterpret_cast<u64>(piece.source);
+#pragma unroll 1
+  for (i32 row = 0; row < kPullRows; row += 2, target += 2 * row_chunks) {
+    const uint4* first = reinterpret_cast<const uint4*>(__shfl_sync(kFullWarp, source, row));
+    const uint4* second = reinterpret_cast<const uint4*>(__shfl_sync(kFullWarp, source, row + 1));
+#pragma unroll 1
+    for (i32 base = 0; base < 2 * row_chunks; base += kPullDepth * kWarpSize) {
+      copy_chunks(target, first, second, row_chunks, base, lane, [&] {
+        if (row == 0 && base == 0) signal_rows(counters, unsignalled, lane);
+      });
     }
   }
 }
@@ -99,26 +112,26 @@ MOK_DEVICE void dispatch_forward(const LayerParams& params) {
   const MinibatchWalk minis(params);
   const i32 lane = threadIdx.x % kWarpSize;
   const u32 pieces = minis.num_row_blocks * (kTileM / kPullRows);
-  auto draw = [&] {
-    u32 ticket = lane == 0 ? draw_ticket(counters.pull_ticket) : 0;
-    return __shfl_sync(kFullWarp, ticket, 0);
-  };
-  u32 ticket = draw();
+  auto draw = [&] { return lane == 0 ? draw_ticket(counters.pull_ticket) : 0; };
+  auto drawn = [&](u32 ticket) { return __shfl_sync(kFullWarp, ticket, 0); };
+  u32 ticket = drawn(draw());
   if (ticket >= pieces) return;
-  PullPiece piece = pull_piece(params, minis, ticket);
-  u32 next_ticket = draw();
+  PullPiece piece = pull_piece(params, minis, ticket, lane);
+  u32 next_draw = draw();
   i32 unsignalled = -1;  // row block of the piece copied last
   while (true) {
-    PullPiece next = piece;
+    const u32 next_ticket = drawn(next_draw);
     const bool more = next_ticket < pieces;
-    const u32 after_next = more ? draw() : next_ticket;
-    if (more) next = pull_piece(params, minis, next_ticket);
+    PullPiece next = piece;
+    if (more) {
+      next_draw = draw();
+      next = pull_piece(params, minis, next_ticket, lane);
+    }
     unsignalled = wait_ring_slot(params, counters, minis, piece.row_block, unsignalled, lane);
     copy_rows(params, counters, minis, piece, unsignalled, lane);
     unsignalled = piece.row_block;
     if (!more) break;
     piece = next;
-    next_ticket = after_next;
   }
   signal_rows(counters, unsignalled, lane);
 }

@@ -1,7 +1,7 @@
 // experts.cuh: the expert products of the forward megakernel, and the push of their results.
 //
-//   gate/up tile   128 rows x (128 columns of gate | the same 128 of up), then SwiGLU           (spec eq. 3, 4)
-//   down tile      128 rows x 256 columns:  y = bf16(tc(h, W_down))                             (spec eq. 5)
+//   gate/up tile   128 rows x (128 columns of gate | the same 128 of up), then SwiGLU           (spec eq. 5.1, 5.2)
+//   down tile      128 rows x 256 columns:  y = bf16(tc(h, W_down))                             (spec eq. 5.3)
 //                  row p goes to combine[peer_row[p]] on rank peer_rank[p]; padding rows go nowhere
 //   shared expert  the same two tiles over this rank's own tokens, results to shared_h, shared_y
 //
@@ -122,10 +122,11 @@ MOK_DEVICE void load_tiles(const LayerParams& params, const ForwardMaps& maps, u
     fence_proxy_async_global();  // the rows were written by ordinary stores
     const TileOperands operands = tile_operands(tile, params, maps);
     Tile next;
+    is_ready = false;
     const i32 look = max(tile.k_blocks - kLookAhead, 0);
     for (i32 block = 0; block < tile.k_blocks; ++block) {
-      if (block == look) {
-        next = walk.locate(mail.next());
+      if (block == look) next = walk.locate(mail.next());
+      if (block == look + 2) {  // the tables' answers are here by now: one latency at a time
         const RowsAwaited awaited = rows_awaited(next, params, counters);
         is_ready = awaited.counter == nullptr || ld_acquire_gpu(awaited.counter) >= awaited.expected;
       }
@@ -156,6 +157,17 @@ MOK_DEVICE void hand_over_now(Pending& pending, StagingBuffer& staging, i32 lane
   hand_over(pending, staging, lane);
 }
 
+// Waits for the next k-block. Once a tile's first k-block is there the others follow; in a cluster they may need the
+// partner, and the partner this warp's previous tile: what is pending is then handed over while waiting.
+MOK_DEVICE void wait_operands(const OperandRing& ring, Pending& pending, StagingBuffer& staging, i32 lane) {
+  if constexpr (kClusterSize > 1) {
+    while (pending.waits && !mbarrier_test_wait(ring.full(), ring.phase)) {
+      if (staging.is_free()) hand_over(pending, staging, lane);
+    }
+  }
+  mbarrier_wait(ring.full(), ring.phase);
+}
+
 // acc = tc(A rows of this warpgroup, weight tile), from +0 over all k-blocks. A stage is handed back once the
 // next k-block's products are under way; what is pending is handed over as soon as there is room.
 MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, i32 k_blocks, Pending& pending,
@@ -169,7 +181,7 @@ MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, i32 k_blocks, Pend
   u32 previous = ring.empty();
   ring.advance();
   for (i32 block = 1; block < k_blocks; ++block) {
-    mbarrier_wait(ring.full(), ring.phase);
+    wait_operands(ring, pending, staging, lane);
     wgmma_fence();
     tc_k64<Major::kK, Major::kK>(acc, ring.a() + offset, ring.b(), 1);
     wgmma_commit();

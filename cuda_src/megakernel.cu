@@ -18,8 +18,8 @@
 namespace mok {
 
 // Registers per thread after the kernel's start: 128 * helpers + 256 * math must not exceed 64,512.
-constexpr i32 kHelperRegisters = 88;
-constexpr i32 kMathRegisters = 208;
+constexpr i32 kHelperRegisters = 136;
+constexpr i32 kMathRegisters = 184;
 static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subscribed registers hang silently");
 
 extern "C" __global__ void MOK_CLUSTER_DIMS __launch_bounds__(kForwardThreads, 1)

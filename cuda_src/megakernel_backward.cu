@@ -19,45 +19,43 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 template <bool kClamp>
 MOK_DEVICE void dgrad_kernel(const LayerParams& layer, const DgradParams& params, const DgradMaps& maps) {
-  const bool shared_work = layer.shared_intermediate_size > 0 && params.macro_index == 0 && layer.num_tokens > 0;
-  if (macro_row_blocks(layer, params.macro_index, params.macro_blocks) == 0 && !shared_work) return;
   const DgradContext context{layer, params, maps, init_pipeline(shared_memory, kMathWarps + 1)};
   const i32 warp = threadIdx.x / kWarpSize;
-  if (warp < 4) {
-    setmaxnreg_dec<kHelperRegisters>();
-    if (warp == 0) {
+  switch (warp / 4) {  // of an if/else ptxas keeps the multiplying branch at the registers of the kernel's start
+    case 0:
+      setmaxnreg_dec<kHelperRegisters>();
       if (threadIdx.x == 0) produce_dgrad(context);
-    } else if (warp == 1) {
-      store_dgrad(context);
-    } else {
-      pull_rows(layer, params);
-    }
-  } else {
-    setmaxnreg_inc<kMathRegisters>();
-    multiply_dgrad<kClamp>(context, warp / 4 - 1);
+      if (warp == 1) store_dgrad(context);
+      if (warp >= 2) pull_rows(layer, params);
+      break;
+    case 1:
+    case 2:
+      setmaxnreg_inc<kMathRegisters>();
+      multiply_dgrad<kClamp>(context, warp / 4 - 1);
+      break;
   }
 }
 
 template <bool kChain>
 MOK_DEVICE void wgrad_kernel(const LayerParams& layer, const WgradParams& params, const WgradMaps& maps) {
-  if (!kChain && params.macro_index > 0 &&
-      macro_row_blocks(layer, params.macro_index, params.macro_blocks) == 0) {
-    return;
-  }
   const WgradContext context{layer, params, maps, init_pipeline(shared_memory, kMathWarps)};
-  const i32 warp = threadIdx.x / kWarpSize;
-  if (warp < 4) {
-    setmaxnreg_dec<kLoaderRegisters>();
-    if (threadIdx.x == 0) {
-      if constexpr (kChain) {
-        produce_weights(context, ChainTickets{context});
-      } else {
-        produce_weights(context, ExpertTickets(context));
+  const i32 warpgroup = threadIdx.x / (4 * kWarpSize);
+  switch (warpgroup) {
+    case 0:
+      setmaxnreg_dec<kLoaderRegisters>();
+      if (threadIdx.x == 0) {
+        if constexpr (kChain) {
+          produce_weights(context, ChainTickets{context});
+        } else {
+          produce_weights(context, ExpertTickets(context));
+        }
       }
-    }
-  } else {
-    setmaxnreg_inc<kMathOnlyRegisters>();
-    multiply_wgrad(context, warp / 4 - 1);
+      break;
+    case 1:
+    case 2:
+      setmaxnreg_inc<kMathOnlyRegisters>();
+      multiply_wgrad(context, warpgroup - 1);
+      break;
   }
 }
 

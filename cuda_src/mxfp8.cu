@@ -26,10 +26,9 @@ extern "C" __global__ void __launch_bounds__(256)
     mxfp8_quantize(const u16* values, u8* codes, u8* scales, i64 rows, i32 columns, i32 rule) {
   for_each_block(rows, columns, [&](i64 row, i32 block, i32 column, bool is_inside) {
     const i64 element = row * columns + column;
-    const u16 value = is_inside ? values[element] : 0;
-    const u8 scale = warp_scale(value, rule);
-    if (is_inside) codes[element] = quantize(value, scale);
-    if (column % kScaleBlock == 0) scales[row * num_scale_blocks(columns) + block] = scale;
+    const QuantizedElement quantized = quantize_block(is_inside ? values[element] : 0, rule);
+    if (is_inside) codes[element] = quantized.code;
+    if (column % kScaleBlock == 0) scales[row * num_scale_blocks(columns) + block] = quantized.scale;
   });
 }
 

@@ -75,15 +75,22 @@ MOK_DEVICE u16 dequantize(u8 code, u8 scale) {
   return float_to_bf16(__fmul_rn(e4m3_value(code), power_of_two(static_cast<i32>(scale) - kScaleBias)));
 }
 
-// Scale byte of the block that a warp holds, one element (or +0) per lane. All lanes take part.
-MOK_DEVICE u8 warp_scale(u16 element, i32 rule) {
-  return scale_byte(__reduce_max_sync(kFullWarp, static_cast<u32>(element & 0x7fffu)), rule);
+struct QuantizedElement {
+  u8 code;
+  u8 scale;  // of the whole block
+};
+
+// Quantises the block that a warp holds, one element (or +0) per lane. All lanes take part.
+MOK_DEVICE QuantizedElement quantize_block(u16 element, i32 rule) {
+  const u32 amax = __reduce_max_sync(kFullWarp, static_cast<u32>(element & 0x7fffu));
+  const u8 scale = scale_byte(amax, rule);
+  return QuantizedElement{quantize(element, scale), scale};
 }
 
 // The bf16 value an element stands for after quantisation; one block per warp.
 MOK_DEVICE u16 quantized_value(u16 element, i32 rule) {
-  const u8 scale = warp_scale(element, rule);
-  return dequantize(quantize(element, scale), scale);
+  const QuantizedElement quantized = quantize_block(element, rule);
+  return dequantize(quantized.code, quantized.scale);
 }
 
 }  // namespace mok

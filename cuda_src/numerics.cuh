@@ -92,4 +92,21 @@ MOK_DEVICE float add_weighted(float acc, float weight, float value) {
   return __fadd_rn(acc, __fmul_rn(weight, value));
 }
 
+// ---- dot128 ----
+
+// One block of 128 products, summed in the order of a tensor-core accumulator fragment: column
+// c = 8i + 2q + j belongs to S_q, which adds i ascending, j = 0 then 1, from +0; the block's sum is
+// (S_0 + S_1) + (S_2 + S_3). A whole warp calls it; every lane gets the sum.
+// dot128 of a row adds its blocks' sums in ascending order from +0.
+MOK_DEVICE float dot128_block(const float* products, i32 lane) {
+  const i32 q = lane % 4;  // lanes 4..31 repeat the work of lanes 0..3
+  float sum = 0.0f;
+  for (i32 i = 0; i < kDotBlock / 8; ++i) {
+    sum = __fadd_rn(sum, products[8 * i + 2 * q]);
+    sum = __fadd_rn(sum, products[8 * i + 2 * q + 1]);
+  }
+  const float pair = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 1));  // addition commutes
+  return __fadd_rn(pair, __shfl_xor_sync(kFullWarp, pair, 2));
+}
+
 }  // namespace mok

@@ -59,8 +59,10 @@ struct PullParams {
 // One element of a peer's row: bf16 as it is, MXFP8 expanded to the value it stands for.
 MOK_DEVICE u16 peer_element(const LayerParams& layer, const PullParams& pull, i32 rank, i64 token, i32 column) {
   const i32 hidden = layer.hidden_size;
-  if (pull.scales < 0) return peer_buffer<u16>(layer, static_cast<SymmetricBuffer>(pull.buffer), rank)[token * hidden + column];
-  const u8 code = peer_buffer<u8>(layer, static_cast<SymmetricBuffer>(pull.buffer), rank)[token * hidden + column];
+  const auto buffer = static_cast<SymmetricBuffer>(pull.buffer);
+  const i64 element = token * hidden + column;
+  if (pull.scales < 0) return peer_buffer<u16>(layer, buffer, rank)[element];
+  const u8 code = peer_buffer<u8>(layer, buffer, rank)[element];
   const i64 scale = token * num_scale_blocks(hidden) + column / kScaleBlock;
   return dequantize(code, peer_buffer<u8>(layer, static_cast<SymmetricBuffer>(pull.scales), rank)[scale]);
 }
@@ -73,6 +75,14 @@ MOK_DEVICE void pull_row(const LayerParams& layer, const PullParams& pull) {
   const i32 rank = layer.peer_rank[pull.rows.first_row + row];
   const i64 token = rank < 0 ? 0 : layer.peer_row[pull.rows.first_row + row] / layer.top_k;
   u16* ring = pull.ring + static_cast<i64>(row) * layer.hidden_size;
+  if (pull.scales < 0 && layer.hidden_size % kRun == 0) {  // 16 bytes at a time
+    const auto buffer = static_cast<SymmetricBuffer>(pull.buffer);
+    const uint4* source = reinterpret_cast<const uint4*>(
+        rank < 0 ? nullptr : peer_buffer<u16>(layer, buffer, rank) + token * layer.hidden_size);
+    for (i32 i = threadIdx.x; i < layer.hidden_size / kRun; i += blockDim.x)
+      reinterpret_cast<uint4*>(ring)[i] = rank < 0 ? uint4{} : source[i];
+    return;
+  }
   for (i32 column = threadIdx.x; column < layer.hidden_size; column += blockDim.x)
     ring[column] = rank < 0 ? 0 : peer_element(layer, pull, rank, token, column);
 }

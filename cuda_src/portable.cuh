@@ -122,17 +122,20 @@ struct SpecialTerms {
   }
 };
 
+// One group with a NaN or Inf in it. Not inlined: it is rare, and tiles would hold a copy per output.
+__device__ __noinline__ float special_group(const u32* a, i32 a_stride, const u32* b, i32 b_stride, float acc) {
+  SpecialTerms terms;
+  terms.add_acc(acc);
+  for (i32 i = 0; i < kChainStep; ++i) terms.add_product(a[i * a_stride], b[i * b_stride]);
+  return terms.sum();
+}
+
 // One group for one output: element i of an operand at a[i * a_stride], already as operand words.
 MOK_DEVICE float tc_group(const u32* a, i32 a_stride, const u32* b, i32 b_stride, float acc) {
   i32 exponent = acc_exponent(acc);
   for (i32 i = 0; i < kChainStep; ++i)
     exponent = max(exponent, word_exponent(a[i * a_stride]) + word_exponent(b[i * b_stride]));
-  if (exponent >= kSpecialLimit) {
-    SpecialTerms terms;
-    terms.add_acc(acc);
-    for (i32 i = 0; i < kChainStep; ++i) terms.add_product(a[i * a_stride], b[i * b_stride]);
-    return terms.sum();
-  }
+  if (exponent >= kSpecialLimit) return special_group(a, a_stride, b, b_stride, acc);
   i32 sum = 0;  // 16 products stay below 2^31
   for (i32 i = 0; i < kChainStep; ++i) {
     const u32 left = a[i * a_stride], right = b[i * b_stride];
@@ -141,23 +144,6 @@ MOK_DEVICE float tc_group(const u32* a, i32 a_stride, const u32* b, i32 b_stride
   }
   const i64 total = static_cast<i64>(sum) + aligned_acc(acc, exponent - acc_exponent(acc));  // exact
   return truncated_sum(total, exponent);
-}
-
-// ---------------------------------------------------------------- dot128
-
-// One block of 128 products, summed in the order of a tensor-core accumulator fragment: column
-// c = 8i + 2q + j belongs to S_q, which adds i ascending, j = 0 then 1, from +0; the block's sum is
-// (S_0 + S_1) + (S_2 + S_3). A whole warp calls it; every lane gets the sum.
-// NumPy twin: mok_ref/numerics.py (dot128), which adds the blocks' sums in ascending order from +0.
-MOK_DEVICE float dot128_block(const float* products, i32 lane) {
-  const i32 q = lane % 4;  // lanes 4..31 repeat the work of lanes 0..3
-  float sum = 0.0f;
-  for (i32 i = 0; i < kDotBlock / 8; ++i) {
-    sum = __fadd_rn(sum, products[8 * i + 2 * q]);
-    sum = __fadd_rn(sum, products[8 * i + 2 * q + 1]);
-  }
-  const float pair = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 1));  // addition commutes
-  return __fadd_rn(pair, __shfl_xor_sync(kFullWarp, pair, 2));
 }
 
 // ---------------------------------------------------------------- operands in global memory
@@ -338,7 +324,7 @@ struct SoftTile {
 
  private:
   MOK_DEVICE static void largest_exponents(const u32* a, const u32* b, i32 (&exponent)[kOwn][kOwn]) {
-#pragma unroll 2
+#pragma unroll 4
     for (i32 k = 0; k < kChainStep; ++k) {
       const uint4 left = *reinterpret_cast<const uint4*>(a + k * kPitch);
       const uint4 right = *reinterpret_cast<const uint4*>(b + k * kPitch);
@@ -355,7 +341,7 @@ struct SoftTile {
 
   MOK_DEVICE static void add_products(const u32* a, const u32* b, const i32 (&exponent)[kOwn][kOwn],
                                       i32 (&sum)[kOwn][kOwn]) {
-#pragma unroll 2
+#pragma unroll 4
     for (i32 k = 0; k < kChainStep; ++k) {
       const uint4 left = *reinterpret_cast<const uint4*>(a + k * kPitch);
       const uint4 right = *reinterpret_cast<const uint4*>(b + k * kPitch);
@@ -372,7 +358,7 @@ struct SoftTile {
   }
 
   MOK_DEVICE static float finish(const u32* a, const u32* b, float acc, i32 exponent, i32 sum) {
-    if (exponent >= kSpecialLimit) return tc_group(a, kPitch, b, kPitch, acc);
+    if (exponent >= kSpecialLimit) return special_group(a, kPitch, b, kPitch, acc);
     const i64 total = static_cast<i64>(sum) + aligned_acc(acc, exponent - acc_exponent(acc));  // exact
     return truncated_sum(total, exponent);
   }

@@ -83,7 +83,7 @@ MOK_DEVICE bool mbarrier_test_wait(u32 barrier, u32 parity) {
 // Waits for the phase of `parity` to complete. What is waited for is always work of this CTA (or its
 // cluster), whose own waits on other CTAs are limited in time (sync.cuh), so this one ends as well;
 // the trap is a backstop against a defect, far beyond any limit a caller may set.
-constexpr u64 kMbarrierLimitNs = 6ull * 1000 * 1000 * 1000;
+constexpr u64 kMbarrierLimitNs = 600ull * 1000 * 1000 * 1000;
 MOK_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   if (mbarrier_try_wait(barrier, parity)) return;
   const u64 start = global_timer_ns();
@@ -94,13 +94,8 @@ MOK_DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
 
 // ---------------------------------------------------------------- TMA loads (global -> shared)
 
-MOK_DEVICE void prefetch_tensormap(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Box at coordinates (c0, c1), innermost first; completes on `barrier` by bytes.
-MOK_DEVICE void tma_load_2d(u32 dst, const TensorMap* map, i32 c0, i32 c1,
-                                            u32 barrier) {
+MOK_DEVICE void tma_load_2d(u32 dst, const TensorMap* map, i32 c0, i32 c1, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
@@ -108,8 +103,7 @@ MOK_DEVICE void tma_load_2d(u32 dst, const TensorMap* map, i32 c0, i32 c1,
       : "memory");
 }
 
-MOK_DEVICE void tma_load_3d(u32 dst, const TensorMap* map, i32 c0, i32 c1, i32 c2,
-                                            u32 barrier) {
+MOK_DEVICE void tma_load_3d(u32 dst, const TensorMap* map, i32 c0, i32 c1, i32 c2, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
@@ -117,19 +111,9 @@ MOK_DEVICE void tma_load_3d(u32 dst, const TensorMap* map, i32 c0, i32 c1, i32 c
       : "memory");
 }
 
-MOK_DEVICE void tma_load_5d(u32 dst, const TensorMap* map, i32 c0, i32 c1, i32 c2,
-                                            i32 c3, i32 c4, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-
 // The same, delivered to the same offset of every CTA of the cluster named in `cta_mask`, each of
 // which gets the bytes counted on its own barrier. Shared-memory multicast inside one cluster.
-MOK_DEVICE void tma_load_2d_cluster(u32 dst, const TensorMap* map, i32 c0, i32 c1,
-                                                    u32 barrier, u16 cta_mask) {
+MOK_DEVICE void tma_load_2d_cluster(u32 dst, const TensorMap* map, i32 c0, i32 c1, u32 barrier, u16 cta_mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst),
@@ -137,52 +121,12 @@ MOK_DEVICE void tma_load_2d_cluster(u32 dst, const TensorMap* map, i32 c0, i32 c
       : "memory");
 }
 
-MOK_DEVICE void tma_load_3d_cluster(u32 dst, const TensorMap* map, i32 c0, i32 c1,
-                                                    i32 c2, u32 barrier, u16 cta_mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(cta_mask)
-      : "memory");
-}
-
-MOK_DEVICE void tma_load_5d_cluster(u32 dst, const TensorMap* map, i32 c0, i32 c1,
-                                                    i32 c2, i32 c3, i32 c4, u32 barrier,
-                                                    u16 cta_mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(cta_mask)
-      : "memory");
-}
-
-// `bytes` (a multiple of 16) from 16-byte aligned global memory, completing on `barrier`.
-MOK_DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          dst),
-      "l"(src), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 // ---------------------------------------------------------------- TMA stores (shared -> global)
-
-MOK_DEVICE void tma_store_2d(const TensorMap* map, u32 src, i32 c0, i32 c1) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-               "r"(src), "r"(c0), "r"(c1)
-               : "memory");
-}
 
 // Three-dimensional map; parts of the box outside the tensor are not written.
 MOK_DEVICE void tma_store_3d(const TensorMap* map, u32 src, i32 c0, i32 c1, i32 c2) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(src), "r"(c0), "r"(c1), "r"(c2)
-               : "memory");
-}
-
-MOK_DEVICE void bulk_store(void* dst, u32 src, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
-               "r"(bytes)
                : "memory");
 }
 
@@ -214,14 +158,6 @@ MOK_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-MOK_DEVICE void named_barrier_sync(u32 id, u32 threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-MOK_DEVICE void named_barrier_arrive(u32 id, u32 threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // All threads of all CTAs of the cluster.
 MOK_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\n barrier.cluster.wait;" ::: "memory");
@@ -245,10 +181,6 @@ MOK_DEVICE void ldmatrix_x4(u32 address, u32& r0, u32& r1, u32& r2, u32& r3) {
 
 MOK_DEVICE void st_shared_v2_f32(u32 address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
-
-MOK_DEVICE void ld_shared_v2_f32(u32 address, float& x, float& y) {
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
 }
 
 MOK_DEVICE void st_shared_v4(u32 address, u32 x, u32 y, u32 z, u32 w) {
@@ -301,18 +233,6 @@ MOK_DEVICE void st_global_v4(void* pointer, u32 x, u32 y, u32 z, u32 w) {
 
 MOK_DEVICE void st_global_v4(void* pointer, const uint4& value) {
   st_global_v4(pointer, value.x, value.y, value.z, value.w);
-}
-
-MOK_DEVICE void st_global_u32(void* pointer, u32 x) {
-  asm volatile("st.global.u32 [%0], %1;" ::"l"(pointer), "r"(x) : "memory");
-}
-
-MOK_DEVICE void ld_global_v2_f32(const float* pointer, float& x, float& y) {
-  asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "l"(pointer) : "memory");
-}
-
-MOK_DEVICE void st_global_v2_f32(float* pointer, float x, float y) {
-  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(pointer), "f"(x), "f"(y) : "memory");
 }
 
 }  // namespace mok

@@ -116,7 +116,8 @@ MOK_DEVICE void gather_routes_body(const LayerParams& params, i32* token_offset)
   const i32* ids = peer_buffer<const i32>(params, kTopkIds, source);
   const i32 count = (token_offset[source + 1] - token_offset[source]) * params.top_k;
   i32* target = params.all_ids + static_cast<i64>(token_offset[source]) * params.top_k;
-  for (i32 i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) target[i] = ids[i];
+  const i32 step = gridDim.x * blockDim.x;
+  for (i32 i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) target[i] = ids[i];
 }
 
 // One warp: routes per local expert in one chunk. `histogram` is the warp's own [L] words.
@@ -157,9 +158,10 @@ MOK_DEVICE i32 scan_segment(i32* counts, i32 chunks) {
     const i32 mine = count.x + count.y + count.z + count.w;
     const i32 inclusive = warp_inclusive_sum(mine);
     const i32 before = carry + inclusive - mine;
-    if (index < chunks)
-      *reinterpret_cast<int4*>(counts + index) =
-          make_int4(before, before + count.x, before + count.x + count.y, before + count.x + count.y + count.z);
+    if (index < chunks) {
+      const i32 second = before + count.x, third = second + count.y;
+      *reinterpret_cast<int4*>(counts + index) = make_int4(before, second, third, third + count.z);
+    }
     carry += __shfl_sync(kFullWarp, inclusive, kWarpSize - 1);
   }
   return carry;
@@ -182,7 +184,8 @@ MOK_DEVICE void schedule_scan_body(const LayerParams& params) {
     const i32 expert = first + lane;
     i32 count = 0;
     if (expert < params.num_local_experts)
-      for (i32 segment = 0; segment < grid.segments; ++segment) count += totals[expert * grid.segments + segment];
+      for (i32 segment = 0; segment < grid.segments; ++segment)
+        count += totals[expert * grid.segments + segment];
     const i32 padded = (count + kRowTile - 1) / kRowTile * kRowTile;
     const i32 inclusive = warp_inclusive_sum(padded);
     if (expert < params.num_local_experts) {
@@ -238,9 +241,10 @@ MOK_DEVICE void schedule_fill_body(const LayerParams& params, i32 chunk_index, i
       if (expert >= 0 && before == 0) cursor[expert] += __popc(same);
       __syncwarp();
       if (expert < 0) continue;
-      if (params.row_order == kRoundRobin)
-        position = round_robin_position(segment_counts(params, grid) + static_cast<i64>(expert) * grid.segments,
-                                        grid.segments, segment, position);
+      if (params.row_order == kRoundRobin) {
+        const i32* counts = segment_counts(params, grid) + static_cast<i64>(expert) * grid.segments;
+        position = round_robin_position(counts, grid.segments, segment, position);
+      }
       const i32 row = params.expert_offset[expert] + position;
       const i32 source = rank_of_token(token_offset, params.ep_size, route[i].g);
       const i32 source_row = (route[i].g - token_offset[source]) * params.top_k + route[i].slot;

@@ -36,7 +36,8 @@ MOK_DEVICE void copy_bytes(void* target, const void* source, i64 bytes, i64 thre
   const bool wide = ((reinterpret_cast<u64>(target) | reinterpret_cast<u64>(source)) & 15) == 0;
   const i64 vectors = wide ? bytes / 16 : 0;
 #pragma unroll 4
-  for (i64 i = thread; i < vectors; i += threads) static_cast<uint4*>(target)[i] = static_cast<const uint4*>(source)[i];
+  for (i64 i = thread; i < vectors; i += threads)
+    static_cast<uint4*>(target)[i] = static_cast<const uint4*>(source)[i];
   for (i64 i = vectors * 8 + thread; i < bytes / 2; i += threads)
     static_cast<u16*>(target)[i] = static_cast<const u16*>(source)[i];
 }
@@ -162,7 +163,9 @@ extern "C" __global__ void dispatch_backward_1(const __grid_constant__ LayerPara
 
 // ---- self-tests ----
 
-MOK_DEVICE u32 test_pattern(u32 writer, u32 owner) { return 0x9e3779b9u * (writer + 1) ^ 0x85ebca6bu * (owner + 1); }
+MOK_DEVICE u32 test_pattern(u32 writer, u32 owner) {
+  return 0x9e3779b9u * (writer + 1) ^ 0x85ebca6bu * (owner + 1);
+}
 
 // Writes this rank's word into every rank's test words.
 extern "C" __global__ void self_test_write(const u64* words, i32 rank, i32 size) {

@@ -1,7 +1,7 @@
 // swiglu.cuh: from gate and up to h.
 //
 //   gate = bf16(tc(x, W_gate)), up = bf16(tc(x, W_up))
-//   h = bf16((gate * sigmoid(gate)) * up), clamped first if the layer has a limit            (spec eq. 4)
+//   h = bf16((gate * sigmoid(gate)) * up), clamped first if the layer has a limit            (spec eq. 5.2)
 //
 // NumPy twin     mok_ref/swiglu.py: swiglu_forward
 // Executed by    one epilogue warp: 32 rows x 64 columns of h, 4 rows at a time, 8 columns per lane
@@ -43,18 +43,26 @@ MOK_DEVICE float swiglu_clamped_element(float gate, float up, const SwigluClamp&
 }
 
 // Two elements of h, packed bf16 like their inputs.
+template <bool kClamped>
 MOK_DEVICE u32 swiglu_forward_pair(u32 gate, u32 up, const SwigluClamp& clamp) {
-  if (clamp.active) {
+  if constexpr (kClamped) {
     return pack_bf16x2(swiglu_clamped_element(bf16_low(gate), bf16_low(up), clamp),
                        swiglu_clamped_element(bf16_high(gate), bf16_high(up), clamp));
+  } else {
+    return pack_bf16x2(swiglu_forward_element(bf16_low(gate), bf16_low(up)),
+                       swiglu_forward_element(bf16_high(gate), bf16_high(up)));
   }
-  return pack_bf16x2(swiglu_forward_element(bf16_low(gate), bf16_low(up)),
-                     swiglu_forward_element(bf16_high(gate), bf16_high(up)));
 }
 
+// Eight elements. The clamp is decided once for all of them: the chains of eight elements are interleaved, and a
+// branch per pair would line them up one after the other.
 MOK_DEVICE uint4 swiglu_forward_unit(const uint4& gate, const uint4& up, const SwigluClamp& clamp) {
-  return make_uint4(swiglu_forward_pair(gate.x, up.x, clamp), swiglu_forward_pair(gate.y, up.y, clamp),
-                    swiglu_forward_pair(gate.z, up.z, clamp), swiglu_forward_pair(gate.w, up.w, clamp));
+  if (clamp.active) {
+    return make_uint4(swiglu_forward_pair<true>(gate.x, up.x, clamp), swiglu_forward_pair<true>(gate.y, up.y, clamp),
+                      swiglu_forward_pair<true>(gate.z, up.z, clamp), swiglu_forward_pair<true>(gate.w, up.w, clamp));
+  }
+  return make_uint4(swiglu_forward_pair<false>(gate.x, up.x, clamp), swiglu_forward_pair<false>(gate.y, up.y, clamp),
+                    swiglu_forward_pair<false>(gate.z, up.z, clamp), swiglu_forward_pair<false>(gate.w, up.w, clamp));
 }
 
 // Half `half` of one math warpgroup's rows: this warp's kEpilogueRows of them, 4 at a time.

@@ -1,6 +1,6 @@
 // tensor_core.cuh: the matrix product of the contract on Hopper's tensor cores.
 //
-//   d[m,n] = tc(a, b, d)   one group of 16 along K per instruction, K ascending, one accumulator   (spec eq. 1)
+//   d[m,n] = tc(a, b, d)   one group of 16 along K per instruction, K ascending, one accumulator   (spec eq. 3.1)
 //
 // NumPy twin     mok_ref/tensor_core.py: tc
 // Executed by    one warpgroup (128 threads) per call, all of them together

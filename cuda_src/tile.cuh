@@ -5,7 +5,7 @@
 //   operands              TMA -> math warpgroups, kStages k-blocks of 64 deep                      (OperandRing)
 //   products, as bf16     math warpgroups -> epilogue warps, half a tile at a time                 (StagingBuffer)
 //
-// NumPy twin     mok_ref/schedule.py: minibatch_walk (the order of minibatches)
+// NumPy twin     mok_ref/schedule.py: walk, forward_task_order
 // Order          shared gate/up, shared down; then for walk position q: gate/up(q), down(q - 1), or the other
 //                way round where gate/up(q) needs the ring slot of q - 1. Inside a minibatch column-major over
 //                its row blocks: neighbours in time share a weight tile, and the minibatch's rows stay in L2.

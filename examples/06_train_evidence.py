@@ -77,7 +77,6 @@ BITS_LINE = (
     "--experts 8 --shared 16 --capacity 1.1 --unlock 4:2:10 --aux 0.01 --bias-speed 0.001 "
     "--checkpoint-every 10 --experts-every 10 --valid-every 25 --json"
 )
-BITS_OPTIONS = BITS_LINE.split()
 
 
 def mpiexec() -> str:
@@ -88,15 +87,25 @@ def mpiexec() -> str:
     return found
 
 
-def command(*options: str, mpi: int = 0) -> list[str]:
+DENSE_LINE = (
+    "--steps 10 --batch 4 --sequence 16 --hidden 128 --layers 1 --heads 4 --intermediate 512 "
+    "--ffn dense --valid-every 5 --json"
+)
+
+
+def command(*options: str, mpi: int = 0, line: str = BITS_LINE) -> list[str]:
     start = [mpiexec(), "-n", str(mpi)] if mpi else []
-    return [*start, sys.executable, "-m", "mok_ref", "train", *BITS_OPTIONS, *options]
+    return [*start, sys.executable, "-m", "mok_ref", "train", *line.split(), *options]
 
 
-def loss_bits(*options: str, mpi: int = 0) -> list[str]:
+def loss_bits(*options: str, mpi: int = 0, line: str = BITS_LINE) -> list[str]:
     """Bits of the loss (and of the validation loss) of every step that the command line ran."""
     done = subprocess.run(
-        command(*options, mpi=mpi), capture_output=True, text=True, timeout=1800, cwd=HOME
+        command(*options, mpi=mpi, line=line),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        cwd=HOME,
     )
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -140,22 +149,44 @@ def bits() -> None:
         after = loss_bits("--run-dir", run_dir, "--resume", "--ranks", "2")
         name = f"4 ranks, kill -9 after step {steps}, resumed on 2"
         runs[name] = runs["1 virtual ranks"][: BITS_STEPS - len(after)] + after
-    reference = runs["1 virtual ranks"]
-    table = [
+    runs["4 virtual ranks, --recompute"] = loss_bits("--ranks", "4", "--recompute")
+    table = bits_table(runs, seconds)
+    table[5]["steps_computed"] = len(after)
+    dense = {"1 rank": loss_bits(line=DENSE_LINE)}
+    for ranks in (1, 2, 4):
+        options = ("--tensor-parallel", "--ranks", str(ranks))
+        dense[f"tensor parallel {ranks}, virtual"] = loss_bits(*options, line=DENSE_LINE)
+    dense["tensor parallel 4, mpiexec -n 4"] = loss_bits(
+        "--tensor-parallel", mpi=4, line=DENSE_LINE
+    )
+    values = {
+        "options": BITS_LINE,
+        "runs": table,
+        "losses": runs["1 virtual ranks"],
+        "dense_options": DENSE_LINE,
+        "dense_runs": bits_table(dense, {}),
+    }
+    store("bits", values)
+    for row in table + values["dense_runs"]:
+        print(row)
+    for group in (runs, dense):
+        if any(losses != next(iter(group.values())) for losses in group.values()):
+            raise SystemExit("losses differ")
+
+
+def bits_table(runs: dict[str, list[str]], seconds: dict[str, float]) -> list[Record]:
+    """One row per run, compared with the first."""
+    reference = next(iter(runs.values()))
+    return [
         {
             "run": name,
-            "steps_computed": len(after) if "kill" in name else len(values),
+            "steps_computed": len(values),
             "steps_equal": sum(a == b for a, b in zip(values, reference)),
             "last": values[-1],
             "seconds": seconds.get(name),
         }
         for name, values in runs.items()
     ]
-    store("bits", {"options": " ".join(BITS_OPTIONS), "runs": table, "losses": reference})
-    for row in table:
-        print(row)
-    if any(len(v) != BITS_STEPS or v != reference for v in runs.values()):
-        raise SystemExit("losses differ")
 
 
 # --------------------------------------------------------------------------- compare
@@ -270,7 +301,7 @@ def collapse() -> None:
 # --------------------------------------------------------------------------- effects
 
 EFFECT_SEEDS = 3
-EFFECT_STEPS = 300
+EFFECT_STEPS = 240
 
 
 def effect_base(seed: int, **model: Any) -> TrainConfig:
@@ -281,7 +312,7 @@ def effect_base(seed: int, **model: Any) -> TrainConfig:
     return TrainConfig(
         ModelConfig(**{**sizes, **model}),
         steps=EFFECT_STEPS,
-        batch=16,
+        batch=8,
         seed=seed,
         balance=BalanceOptions(kitten=0.003, z=0.0001),
         valid_every=EFFECT_STEPS,
@@ -293,8 +324,8 @@ def unlocking_runs(seed: int) -> dict[str, tuple[TrainConfig, int]]:
     base = effect_base(seed)
     out = {"all 8 open": (base, 1)}
     for init in ("copy", "fresh"):
-        unlock = UnlockOptions(2, 2, 60, init=init)
-        out[f"2 open, 2 more every 60 steps, {init}"] = (replace(base, unlock=unlock), 1)
+        unlock = UnlockOptions(2, 2, 48, init=init)
+        out[f"2 open, 2 more every 48 steps, {init}"] = (replace(base, unlock=unlock), 1)
     return out
 
 
@@ -341,7 +372,7 @@ def measure(records: list[Record]) -> Record:
         "variance": layer("utilisation_variance"),
         "overflow": layer("overflow"),
         "ranks_touched": layer("ranks_touched"),
-        "loss_std_first_60": float(np.std(np.diff(losses[:60]))),
+        "jitter_first_48": float(np.std(np.diff(losses[:48]))),
         "alarm_steps": sum(bool(r["alarms"]) for r in records),
     }
     unlocks = [r["step"] for r in records if any("unlock" in a for a in r["actions"])]
@@ -394,11 +425,22 @@ def bits_section(values: Any) -> list[str]:
         "| run | steps computed | steps equal to 1 rank | last loss bits, validation loss |",
         "|---|---:|---:|---|",
     ]
-    for row in values["runs"]:
-        lines.append(
-            f"| {row['run']} | {row['steps_computed']} | {row['steps_equal']} | {row['last']} |"
-        )
-    return [*lines, ""]
+    lines += bits_rows(values["runs"])
+    lines += [
+        "",
+        "A dense model whose SwiGLU is cut over the ranks (`--tensor-parallel`) instead of its",
+        f"tokens: `mok-ref train {values['dense_options']}`.",
+        "",
+        "| run | steps computed | steps equal to 1 rank | last loss bits, validation loss |",
+        "|---|---:|---:|---|",
+    ]
+    return [*lines, *bits_rows(values["dense_runs"]), ""]
+
+
+def bits_rows(table: Any) -> list[str]:
+    return [
+        f"| {r['run']} | {r['steps_computed']} | {r['steps_equal']} | {r['last']} |" for r in table
+    ]
 
 
 def compare_section(values: Any) -> list[str]:
@@ -468,7 +510,7 @@ def collapse_section(values: Any) -> list[str]:
 
 
 EFFECT_COLUMNS = {
-    "unlocking": ("valid", "variance", "loss_std_first_60", "jump_at_unlock", "alarm_steps"),
+    "unlocking": ("valid", "variance", "jitter_first_48", "jump_at_unlock", "alarm_steps"),
     "capacity": ("valid", "overflow", "factor", "variance"),
     "litters": ("valid", "ranks_touched", "entropy"),
 }
@@ -479,7 +521,7 @@ EFFECT_TITLES = {
 }
 EFFECT_NOTES = {
     "unlocking": "variance: of the load over the mean load, second half of the run; "
-    "loss_std_first_60: spread of the loss's change from step to step in the first 60 steps; "
+    "jitter_first_48: spread of the loss's change from step to step in the first 48 steps; "
     "jump_at_unlock: mean loss of the 5 steps after an unlock minus the 5 before.",
     "capacity": "overflow: share of routes dropped, second half of the run; factor: mean capacity "
     "factor at the end.",

@@ -1,5 +1,7 @@
 """mok_ref: a mixture-of-experts layer that has the same bits everywhere."""
 
+from typing import Any
+
 from mok_ref.config import MoEConfig
 from mok_ref.experts import ExpertWeights
 from mok_ref.heap import HeapError, LocalHeap, run_ranks
@@ -17,8 +19,16 @@ __all__ = [
     "LocalHeap",
     "MoEConfig",
     "Workspace",
+    "compile",
     "moe_backward",
     "moe_forward",
     "run_ranks",
     "tc",
 ]
+
+
+def compile(model: Any, hardware: Any = "here", optimization: str = "dev", **options: Any) -> Any:
+    """A plan for `hardware` and a trainer that steps here: `mok_ref.planner.compile.compile`."""
+    from mok_ref.planner.compile import compile as compile_model
+
+    return compile_model(model, hardware, optimization, **options)

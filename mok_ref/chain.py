@@ -2,7 +2,7 @@
 
 A sum that each rank computed alone and then added would depend on R. Here rank r continues the
 float32 accumulator that rank r-1 hands it, so the result is one chain over the whole batch in
-ascending global token order (spec eq. 6.9).
+ascending global token order (spec eq. 6.10).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def ordered_chain(
     Order:  g ascending; each rank's tokens begin a new group of 16 (its last one padded).
             Equal bits for every R need each rank's T but the last non-empty one's to be a multiple
             of 16.
-    CUDA:   cuda_src/backward_chain.cuh
+    CUDA:   cuda_src/backward_chain.cuh: locate
     """
     mine = heap.peer(heap.rank, buffer)
     for turn in range(heap.size):

@@ -52,6 +52,7 @@ Placement = Annotated[
 Macrobatch = Annotated[int | None, typer.Option(help="Rows of the ring buffer (multiple of 128).")]
 Minibatch = Annotated[int | None, typer.Option(help="Rows of one hand-over (multiple of 128).")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Kernels = Annotated[str, typer.Option("--path", help="cuda: auto, hopper or portable kernels.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Tokens = Annotated[int | None, typer.Option(help="Random case: tokens N of the whole batch.")]
 Hidden = Annotated[int | None, typer.Option(help="Random case: hidden size H.")]
@@ -82,6 +83,7 @@ def run(
     arithmetic: Annotated[str, typer.Option(help="exact, fast or float64.")] = "exact",
     save: Annotated[str, typer.Option(help="What forward keeps: all, ring, none.")] = "all",
     device: Device = "cpu",
+    path: Kernels = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds a rank waits for the others.")] = 120.0,
     as_json: AsJson = False,
     save_input: Annotated[Path | None, typer.Option(help="Write the case here (.npz).")] = None,
@@ -113,6 +115,7 @@ def run(
         save=save,
         backward=backward,
         device=device,
+        path=path,
         timeout_s=timeout,
     )
     _check_outputs(output, save_input)
@@ -304,6 +307,7 @@ def golden_check(
     macrobatch: Macrobatch = None,
     minibatch: Minibatch = None,
     device: Device = "cpu",
+    path: Kernels = "auto",
 ) -> None:
     """Run every golden case; exit status 1 if any stored bit differs."""
     from mok_ref.golden import GoldenCheck, check_folder
@@ -311,7 +315,9 @@ def golden_check(
     from mok_ref.runner import Settings
 
     _refuse_mpiexec("golden check")
-    settings = Settings(ranks=ranks, macrobatch=macrobatch, minibatch=minibatch, device=device)
+    settings = Settings(
+        ranks=ranks, macrobatch=macrobatch, minibatch=minibatch, device=device, path=path
+    )
     shown = table(None, "case", "bits", "digest")
 
     def report(check: GoldenCheck) -> None:
@@ -468,6 +474,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             _job.close()
     except (typer.Exit, SystemExit) as done:
         status = getattr(done, "exit_code", getattr(done, "code", 0))
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
     except (KeyboardInterrupt, typer.Abort):
         _fail("error: interrupted", 130)
     except USER_ERRORS as error:

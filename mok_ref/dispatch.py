@@ -23,7 +23,7 @@ def dispatch_forward(
     peer_tokens: Callable[[int], np.ndarray],
     out: np.ndarray,
 ) -> None:
-    """Pull rows of the schedule into the ring (spec eq. 4.2).
+    """Pull rows of the schedule into the ring (spec eq. 4.3).
 
         out[r] = x_peer[peer_rank[r]][peer_row[r] div K];  padding rows are zero
 
@@ -45,12 +45,12 @@ def push_rows(
     values: np.ndarray,
     peer_slots: Callable[[int], np.ndarray],
 ) -> None:
-    """Push one result per row into its own slot of the token's owner (spec eq. 4.3).
+    """Push one result per row into its own slot of the token's owner (spec eq. 4.4).
 
         slots_peer[peer_rank[r]][peer_row[r]] = values[r];  padding rows are never pushed
 
     Every route has its own slot, so pushes never collide and nothing is reduced on the wire.
-    CUDA: cuda_src/dispatch.cuh: push_rows
+    CUDA: cuda_src/experts.cuh: push_rows
     """
     peer_rank = schedule.peer_rank[rows]
     for target in np.unique(peer_rank[peer_rank != PADDING]):

@@ -49,7 +49,7 @@ def expert_gate_up(config: MoEConfig, x: Array, weights: ExpertWeights) -> tuple
     """gate = bf16(tc(x, W_gate)), up = bf16(tc(x, W_up)) (spec eq. 5.1).
 
     x (rows, H) bf16 values, weights of one expert as `operand_values`; returns (rows, I) each.
-    CUDA: cuda_src/experts.cuh: gate_up_tile
+    CUDA: cuda_src/experts.cuh: tc_tile
     """
     mode = config.arithmetic
     return to_bf16(tc(x, weights.gate, arithmetic=mode)), to_bf16(
@@ -64,7 +64,7 @@ def expert_forward(
 
         gate, up = bf16(tc(x, W));  h = bf16(silu(gate) * up);  y = bf16(tc(h, W_down))
 
-    CUDA: cuda_src/experts.cuh: gate_up_tile, down_tile
+    CUDA: cuda_src/experts.cuh: tc_tile
     """
     gate, up = expert_gate_up(config, x, weights)
     h = hidden(config, gate, up, routed)
@@ -85,14 +85,14 @@ def expert_backward(
     weights: ExpertWeights,
     weight: Array | None,
 ) -> ExpertBackward:
-    """Row gradients of one expert (spec eq. 6.1 - 6.8).
+    """Row gradients of one expert (spec eq. 6.1 - 6.6, 6.8).
 
         dhu = tc(dy, W_down^T);  d_weight = dot128(dhu * h);  dh = w * dhu;  hw = bf16(w * h)
         dx  = bf16(tc([d_gate | d_up], [W_gate ; W_up]^T))
 
     dy (rows, H) bf16 values, unscaled      weight (rows,) float32, None for the shared expert
     Order:  dx is one chain over 2I, gate half first, each half padded to a multiple of 16.
-    CUDA:   cuda_src/backward_dgrad.cuh
+    CUDA:   cuda_src/backward_dgrad.cuh: hidden_epilogue
     """
     xp = array_module(gate)
     mode, routed = config.arithmetic, weight is not None
@@ -122,10 +122,10 @@ def pad_depth(values: Array) -> Array:
 
 
 def weight_gradient(rows_out: Array, rows_in: Array, start: Array | None, mode: str) -> Array:
-    """dW = start + tc over rows (rows_out^T, rows_in^T), float32 (spec eq. 6.8).
+    """dW = tc over rows (rows_out^T, rows_in^T), continuing `start` (spec eq. 6.9).
 
     rows_out (rows, M), rows_in (rows, N) bf16 values, in schedule order; returns (M, N).
     Order:  rows ascending in groups of 16; `start` is the accumulator of the rows before.
-    CUDA:   cuda_src/backward_wgrad.cuh
+    CUDA:   cuda_src/backward_wgrad.cuh: multiply_wgrad
     """
     return tc(rows_out.T, rows_in.T, start, arithmetic=mode)

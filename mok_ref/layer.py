@@ -190,7 +190,7 @@ def _new_context(
 
 
 def _run_routed_experts(context: Context) -> None:
-    """Pull, gate/up, down and push, minibatch by minibatch through the ring (spec section 4.3)."""
+    """Pull, gate/up, down and push, minibatch by minibatch through the ring (spec eq. 4.5, 4.6)."""
     config, workspace, schedule = context.config, context.workspace, context.schedule
     macrobatch, minibatch = config.ring_rows(schedule.num_rows)
     x_rings = workspace.x.rings(macrobatch)
@@ -422,7 +422,7 @@ def _weight_gradients(
     macrobatch: int,
     grads: Gradients,
 ) -> None:
-    """Continue every expert's chains over the rows of a minibatch (spec eq. 6.8)."""
+    """Continue every expert's chains over the rows of a minibatch (spec eq. 6.9)."""
     workspace, mode = context.workspace, context.config.arithmetic
     first_slot = batch.first % macrobatch
     for expert, rows in _pieces(context.schedule, batch.rows):
@@ -441,7 +441,7 @@ def _weight_gradients(
 def _shared_backward(
     context: Context, dy: Array, grads: Gradients, main_grad: Gradients | None
 ) -> Array | None:
-    """The shared expert: dx of this rank's tokens, dW by the ordered chain (spec eq. 6.9)."""
+    """The shared expert: dx of this rank's tokens, dW by the ordered chain (spec eq. 6.10)."""
     if context.shared is None or context.shared_rows is None:
         return None
     config, workspace = context.config, context.workspace

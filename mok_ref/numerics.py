@@ -85,10 +85,10 @@ def to_float32(value: Array) -> Array:
 
 
 def to_bf16(value: Array) -> Array:
-    """bf16(v): float32 rounded to the nearest even bf16, carried in float32.
+    """bf16(v): float32 rounded to the nearest even bf16, carried in float32 (spec eq. 2.1).
 
     NaN becomes the canonical NaN, overflow becomes Inf. float64 passes through (oracle).
-    CUDA: cuda_src/numerics.cuh: to_bf16
+    CUDA: cuda_src/numerics.cuh: round_bf16
     """
     if value.dtype == np.float64:
         return value
@@ -151,7 +151,15 @@ def _binary(name: str, a: Array, b: Array) -> Array:
 
 
 def _same_kind(a: Array, b: Array) -> tuple[Array, Array]:
-    """Python numbers take the array's dtype; float32 next to float64 widens (oracle)."""
+    """Python numbers take the array's dtype; float32 next to float64 widens (oracle).
+
+    A NumPy scalar next to a CuPy array moves to the device: NumPy would hand the operation to
+    CuPy's own kernel, which flushes subnormal results.
+    """
+    if isinstance(a, np.generic) and array_module(b) is not np:
+        a = array_module(b).asarray(a)
+    if isinstance(b, np.generic) and array_module(a) is not np:
+        b = array_module(a).asarray(b)
     if not hasattr(a, "dtype"):
         a = array_module(b).asarray(a, b.dtype)
     if not hasattr(b, "dtype"):
@@ -182,7 +190,7 @@ def div(a: Array, b: Array) -> Array:
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c rounded once (CUDA `__fmaf_rn`), for float32.
+    """a * b + c rounded once (CUDA `__fmaf_rn`), for float32 (spec eq. 2.2).
 
     The product is exact in float64. The sum's error comes from two-sum; if there is one and the
     sum's last bit is even, the sum moves one float64 ulp toward the exact value (round to odd), so
@@ -221,7 +229,7 @@ def fast_exp() -> Iterator[None]:
 
 
 def exp(x: Array) -> Array:
-    """exp(x) by the contract's range reduction and polynomial, error below 1 ulp.
+    """exp(x) by range reduction and a polynomial, error below 1 ulp (spec eq. 2.3).
 
         x = fmin(fmax(x, -87), 88);  n = fma(x, log2 e, 1.5*2^23) - 1.5*2^23
         r = fma(n, -ln2_hi, x);  r = fma(n, ln2_lo, r)
@@ -229,7 +237,7 @@ def exp(x: Array) -> Array:
 
     x, result: float32 (float64: the true exponential).  NaN counts as -87.
     Source: coefficients of Cephes `expf`.
-    CUDA:   cuda_src/numerics.cuh: exp_contract
+    CUDA:   cuda_src/numerics.cuh: exp_rn
     """
     xp = array_module(x)
     if x.dtype == np.float64:
@@ -250,7 +258,7 @@ def exp(x: Array) -> Array:
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)): negation exact, one addition, one division.
+    """1 / (1 + exp(-x)): negation exact, one addition, one division (spec eq. 2.4).
 
     CUDA: cuda_src/numerics.cuh: sigmoid
     """
@@ -259,14 +267,14 @@ def sigmoid(x: Array) -> Array:
 
 
 def dot128(products: Array) -> Array:
-    """Sum each row of `products` in the order a tensor-core accumulator fragment has.
+    """Sum each row of `products` in the order an accumulator fragment has (spec eq. 2.5).
 
     products  (rows, columns) float32
     Returns   (rows,) float32
     Order:  columns in blocks of 128 (missing columns are +0). Inside a block column
             c = 8i + 2q + j (i < 16, q < 4, j < 2): S_q adds i ascending, j = 0 then 1, from +0;
             block = (S_0 + S_1) + (S_2 + S_3); blocks ascending, from +0.
-    CUDA:   cuda_src/numerics.cuh: dot128
+    CUDA:   cuda_src/numerics.cuh: dot128_block
     """
     xp = array_module(products)
     rows, columns = products.shape

@@ -1,4 +1,4 @@
-"""The ring token buffer: row r of the schedule lives in slot r mod macrobatch.
+"""The ring token buffer: row r of the schedule lives in slot r mod macrobatch (spec eq. 4.8).
 
 The NumPy walk uses it exactly as the kernel does, and it refuses what the kernel must never do:
 writing into a slot whose tenant is not retired, reading a row that is not there.

@@ -119,7 +119,7 @@ def router_logits(x: Array, w_router: Array, arithmetic: str = "exact") -> Array
     w_router  (E, H) bf16
     Returns   (T, E) float32
     Order:    one tc chain over H.
-    CUDA:     cuda_src/routing.cuh: router_logits
+    CUDA:     cuda_src/portable.cu: grouped_product
     """
     return tc(x, w_router, arithmetic=arithmetic)
 
@@ -151,13 +151,18 @@ def softmax_scores(logits: Array, is_open: Array) -> Array:
     Order:  e ascending, one float32 accumulator from +0.
     """
     xp = array_module(logits)
-    top = xp.where(is_open.any(axis=1), logits.max(axis=1), xp.zeros_like(logits[:, 0]))
+    best, has_open, _ = take_best(choice_key(logits, is_open))
+    top = xp.where(
+        has_open,
+        xp.take_along_axis(logits, best[:, None], axis=1)[:, 0],
+        xp.zeros_like(logits[:, 0]),
+    )
     shifted = sub(xp.where(is_open, logits, top[:, None]), top[:, None])
     p = xp.where(is_open, exp(shifted), xp.zeros_like(shifted))
     z = xp.zeros_like(p[:, 0])
     for expert in range(p.shape[1]):
         z = add(z, p[:, expert])
-    z = xp.where(is_open.any(axis=1), z, xp.ones_like(z))
+    z = xp.where(has_open, z, xp.ones_like(z))
     return div(p, z[:, None])
 
 
@@ -277,7 +282,7 @@ def route_weights(
 
 def is_zero(value: Array) -> Array:
     """value == 0 by its bits: a comparison of floats may flush subnormal numbers on a device."""
-    return (choice_key(value, True)) == 0
+    return choice_key(value, array_module(value).ones(value.shape, dtype=bool)) == 0
 
 
 def scale_of(like: Array, options: RoutingOptions) -> Array:

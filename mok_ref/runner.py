@@ -21,11 +21,15 @@ from mok_ref.testing import digest, random_bf16, random_routes, tensor_digest
 from mok_ref.timing import StageClock, stage_time
 
 DEVICES = ("cpu", "cuda")
+PATHS = ("auto", "hopper", "portable")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run a case; None means: as the case says. `placement` "even" ignores the case's."""
+    """How to run a case; None means: as the case says. `placement` "even" ignores the case's.
+
+    path   which kernels compute products on a GPU: "auto", "hopper" or "portable"
+    """
 
     ranks: int | None = None
     order: str | None = None
@@ -38,6 +42,7 @@ class Settings:
     save: str = "all"
     backward: bool = False
     device: str = "cpu"
+    path: str = "auto"
     timeout_s: float = 120.0
 
 
@@ -119,6 +124,8 @@ def make_plan(case: Case, settings: Settings, job_size: int | None = None) -> Pl
     """
     if settings.device not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {settings.device!r}")
+    if settings.path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {settings.path!r}")
     if settings.backward and case.dy is None:
         raise ValueError("dy must be in the case for --backward, got none")
     ranks = _num_ranks(case, settings, job_size)
@@ -186,8 +193,8 @@ def run_rank(plan: Plan, heap: Any, after_stage: Callable[[str], None] | None = 
                 _routes(case, tokens, to_device) if router is None else router.forward()
             )
         with stage_time("forward"):
-            save = plan.settings.save
-            y, context = moe_forward(config, heap, x, ids, topk_weights, weights, shared, save=save)
+            arguments = (x, ids, topk_weights, weights, shared, _workspace(plan, heap))
+            y, context = moe_forward(config, heap, *arguments, save=plan.settings.save)
             _synchronize(heap, config)
         tensors: dict[str, Any] = {"y": y, "topk_ids": ids}
         if router is not None:
@@ -207,6 +214,15 @@ def _transfer(heap: Any) -> tuple[Callable[[Any], Any], Callable[[Any], np.ndarr
     import cupy
 
     return cupy.asarray, cupy.asnumpy
+
+
+def _workspace(plan: Plan, heap: Any) -> Any:
+    """Buffers for kernels that were asked for; None lets the layer make its own."""
+    if heap.device == "cpu" or plan.settings.path == "auto":
+        return None
+    from mok_ref.gpu.workspace import DeviceWorkspace
+
+    return DeviceWorkspace(plan.config, heap, int(plan.splits.max()), path=plan.settings.path)
 
 
 def _synchronize(heap: Any, config: MoEConfig) -> None:

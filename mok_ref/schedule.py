@@ -54,7 +54,7 @@ def bit_reversed_order(num_tokens: int) -> np.ndarray:
     """Global tokens in canonical order: g = bitreverse(g') for g' = 0, 1, 2, ..., g < N.
 
     B = max(1, ceil(log2 N)) bits are reversed. int64 (N,). (Spec eq. 4.1.)
-    CUDA: cuda_src/schedule.cuh: bit_reversed_token
+    CUDA: cuda_src/schedule.cuh: walk_route
     """
     bits = max(1, int(num_tokens - 1).bit_length() if num_tokens > 0 else 1)
     walk = np.arange(1 << bits, dtype=np.int64)
@@ -67,7 +67,7 @@ def bit_reversed_order(num_tokens: int) -> np.ndarray:
 def default_splits(num_tokens: int, ep_size: int) -> np.ndarray:
     """Tokens per rank: units of 16, U//R each, one more for the first U mod R ranks.
 
-    The last unit may be partial. (Spec eq. 6.9; replicated gradients then have the same bits for
+    The last unit may be partial. (Spec eq. 6.11; replicated gradients then have the same bits for
     every R.)
     """
     units = -(-num_tokens // 16)
@@ -80,13 +80,13 @@ def default_splits(num_tokens: int, ep_size: int) -> np.ndarray:
 def build_schedule(
     config: MoEConfig, rank: int, topk_ids: np.ndarray, token_counts: np.ndarray
 ) -> Schedule:
-    """The table of `rank` (spec section 4).
+    """The table of `rank` (spec eq. 4.1, 4.2).
 
     topk_ids      (N, K) int32 of the whole batch in global token order, -1 = no route
     token_counts  (R,) tokens per rank
     Order inside a segment: "canonical": ascending (bitreverse(g), slot). "round_robin": source
     ranks take turns, rank 0 first, each giving its next route in ascending (token, slot).
-    CUDA: cuda_src/schedule.cuh
+    CUDA: cuda_src/schedule.cuh: schedule_fill_body
     """
     experts = config.experts_of(rank)
     tokens = bit_reversed_order(len(topk_ids))
@@ -162,7 +162,7 @@ def walk(num_rows: int, macrobatch: int, minibatch: int, direction: str) -> Iter
 
     direction "forward": macrobatches last to first; "backward": first to last. Inside a macrobatch
     minibatches ascend. Forward ends with macrobatch 0, so what its ring still holds is what
-    backward needs first. (Spec section 4.3.)
+    backward needs first. (Spec eq. 4.5.)
     """
     num_macro = -(-num_rows // macrobatch)
     macros = range(num_macro) if direction == "backward" else reversed(range(num_macro))
@@ -173,7 +173,7 @@ def walk(num_rows: int, macrobatch: int, minibatch: int, direction: str) -> Iter
 
 
 def pull_order(peer_rank: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
-    """In which time order the rows of a minibatch are pulled: source ranks take turns.
+    """In which time order a minibatch's rows are pulled: ranks take turns (spec eq. 4.7).
 
     Each rank starts with its right-hand neighbour, so that no owner serves everybody at once.
     Padding rows come last (they are zeroed, not pulled). Free by contract: no bit depends on it.
@@ -188,12 +188,12 @@ def pull_order(peer_rank: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
 def forward_task_order(
     batches: list[Minibatch], macrobatch: int
 ) -> Iterator[tuple[str, Minibatch]]:
-    """("gate_up" | "down", minibatch) in the order tasks are handed out (spec section 4.3).
+    """("gate_up" | "down", minibatch) in the order tasks are handed out (spec eq. 4.6).
 
     Down trails gate/up by one minibatch, so that its hidden rows are ready when it starts. Where
     the next minibatch takes over the very slots of the one before (a ring of one minibatch, or a
     last macrobatch of one), down comes first: a task may wait for earlier tasks only.
-    CUDA: cuda_src/tile.cuh
+    CUDA: cuda_src/tile.cuh: routed_tile
     """
     waiting: Minibatch | None = None
     for batch in batches:

@@ -1,4 +1,4 @@
-"""SwiGLU between the two expert products, forward and backward (spec eq. 5.2, 6.2 - 6.5)."""
+"""SwiGLU between the two expert products, forward and backward (spec eq. 5.2, 6.4, 6.5)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _MANTISSA_24 = np.int64(-(1 << 29))  # float64 bits that survive truncation to 2
 
 
 def tc(a: Array, b: Array, c: Array | None = None, arithmetic: str = "exact") -> Array:
-    """The tensor-core product a @ b.T + c (spec section 3).
+    """The tensor-core product a @ b.T + c (spec eq. 3.1 - 3.4).
 
     a  (M, K) bf16      b  (N, K) bf16      c  (M, N) float32, or None for +0
     Operands are bf16 bits (uint16, ml_dtypes.bfloat16) or float32 arrays that hold bf16 values.
@@ -42,7 +42,7 @@ def tc(a: Array, b: Array, c: Array | None = None, arithmetic: str = "exact") ->
             A chain may be cut at any multiple of 16 and resumed through `c`.
     arithmetic: "exact" (this contract), "fast" (BLAS float32, no bit promise), "float64" (oracle).
     Raises: ValueError if the shapes do not fit or `arithmetic` is unknown.
-    CUDA:   cuda_src/tensor_core.cuh (wgmma), cuda_src/portable.cuh: tc_group
+    CUDA:   cuda_src/tensor_core.cuh: tc_k64 (wgmma); cuda_src/portable.cuh: tc_group
     """
     a, b = as_values(a), as_values(b)
     _check_shapes(a, b, c)

@@ -37,7 +37,7 @@ def tensor_digest(name: str, array: Any) -> str:
 
 
 def digest(tensors: dict[str, Any]) -> str:
-    """One SHA-256 over named tensors in ASCII order of their names (spec section 6.4).
+    """One SHA-256 over named tensors in ASCII order of their names (spec eq. 9.1).
 
     bf16 tensors count as their uint16 bits; every NaN is written as 0x7FC0 / 0x7FC00000.
     """

@@ -99,8 +99,16 @@ class Workspace:
 
     Collective: every rank makes it with the same config and the same max_tokens. A workspace holds
     one forward's state; the next forward invalidates contexts made before.
+    On a device heap it is a `mok_ref.gpu.workspace.DeviceWorkspace`, which takes more options.
     Raises: ValueError if ranks disagree.
     """
+
+    def __new__(cls, config: MoEConfig, heap: Any, *arguments: Any, **options: Any) -> Any:
+        if heap.device == "cuda":
+            from mok_ref.gpu.workspace import DeviceWorkspace
+
+            return DeviceWorkspace(config, heap, *arguments, **options)
+        return super().__new__(cls)
 
     def __init__(
         self, config: MoEConfig, heap: Any, max_tokens: int, max_saved_rows: int | None = None

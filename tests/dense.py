@@ -1,7 +1,7 @@
 """The layer as one dense formula: no ranks, no schedule, no ring.
 
-`dense_layer` gives the bits (with `mok_ref.tc`, which has its own oracle); `error_bounds` bounds how
-far those may lie from exact real arithmetic.
+`dense_layer` gives the bits (with `mok_ref.tc`, which has its own oracle); `error_bounds` says
+how far those may lie from exact real arithmetic.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ tests/gpu/host_cuda. Virtual ranks run in threads as usual; launches take turns.
 from __future__ import annotations
 
 import ctypes
+import importlib
+import pkgutil
 import sys
 import threading
 import types
@@ -22,6 +24,8 @@ from unittest import mock
 
 import numpy as np
 from gpu.host_cuda import HostKernels
+
+import mok_ref.gpu
 
 LAUNCH = threading.Lock()
 
@@ -121,12 +125,45 @@ def _memcpy_async(target: int, source: int, num_bytes: int, kind: int, stream: i
     ctypes.memmove(target, source, num_bytes)
 
 
+_ALLOCATIONS: dict[int, Any] = {}
+
+
+def _malloc(num_bytes: int) -> int:
+    memory = ctypes.create_string_buffer(num_bytes)
+    address = ctypes.addressof(memory)
+    _ALLOCATIONS[address] = memory
+    return address
+
+
+def _free(address: int) -> None:
+    del _ALLOCATIONS[address]
+
+
+def _ipc_handle(address: int) -> bytes:
+    """Ranks are threads of one process here: a handle is the address."""
+    return address.to_bytes(64, "little")
+
+
+class MemoryPointer:
+    """What `ndarray(shape, dtype, pointer)` is laid over."""
+
+    def __new__(cls, memory: Any, offset: int) -> Any:
+        address, num_bytes = memory
+        return (ctypes.c_char * num_bytes).from_address(address + offset)
+
+
 def make_module() -> types.ModuleType:
     """The module that stands in for `cupy`."""
     module = types.ModuleType("cupy")
     stream = Stream()
     runtime = types.SimpleNamespace(
         getDeviceCount=lambda: 1,
+        malloc=_malloc,
+        free=_free,
+        memset=lambda address, value, num_bytes: ctypes.memset(address, value, num_bytes),
+        ipcGetMemHandle=_ipc_handle,
+        ipcOpenMemHandle=lambda handle: int.from_bytes(handle, "little"),
+        ipcCloseMemHandle=lambda address: None,
         memsetAsync=_memset_async,
         memcpyAsync=_memcpy_async,
         memcpyDeviceToDevice=3,
@@ -149,6 +186,8 @@ def make_module() -> types.ModuleType:
             runtime=runtime,
             get_current_stream=lambda: stream,
             alloc_pinned_memory=PinnedMemory,
+            UnownedMemory=lambda address, num_bytes, owner: (address, num_bytes),
+            MemoryPointer=MemoryPointer,
         ),
     }
     for name in ("uint8", "uint16", "uint32", "uint64", "int32", "int64", "float32"):
@@ -169,6 +208,8 @@ class PinnedMemory(bytearray):
 @contextmanager
 def host_cuda_device() -> Iterator[None]:
     """Within it `import cupy` finds the stand-in and every kernel runs on the CPU."""
+    for module_info in pkgutil.iter_modules(mok_ref.gpu.__path__, "mok_ref.gpu."):
+        importlib.import_module(module_info.name)  # so that each one's load_kernel is replaced
     patches = [mock.patch.dict(sys.modules, {"cupy": make_module()})]
     for name, module in list(sys.modules.items()):
         if name.startswith("mok_ref.") and hasattr(module, "load_kernel"):

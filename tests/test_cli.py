@@ -23,6 +23,7 @@ from mok_ref.casefile import (
     read_npz,
     write_npz,
 )
+from mok_ref.printing import MINIBATCH_STAGES, num_minibatch_steps
 from mok_ref.runner import RandomCase
 from mok_ref.testing import digest, tensor_digest
 
@@ -127,6 +128,15 @@ def test_tables_show_rows_times_and_digest(capsys: pytest.CaptureFixture[str]) -
     for word in ("rows with padding", "gate/up", "weight gradients", "tokens/s", "40x256"):
         assert word in text
     assert len(text.splitlines()[-1].removeprefix("digest ")) == 64
+
+
+def test_the_progress_bar_counts_what_happens() -> None:
+    settings = runner.Settings(ranks=2, backward=True, macrobatch=256, minibatch=128)
+    plan = runner.make_plan(RandomCase(40, 16, 8, num_experts=6, top_k=2).make(), settings)
+    stages: list[str] = []
+    runner.run_virtual(plan, stages.append)
+    happened = sum(name in MINIBATCH_STAGES for name in stages)
+    assert happened == num_minibatch_steps(plan, [0, 1]) > 0
 
 
 def test_a_random_case_can_be_saved_and_run_again(

@@ -77,8 +77,8 @@ def test_tail_rows_at_the_second_step() -> None:
 
 # seen in DeepEP 753
 def test_hundred_times_the_same_routing() -> None:
-    case = make_case(Sizes(24, 16, 8, 4, 3, shared=4), 4)
-    config, splits = case.config(2), np.array([16, 8])
+    case = make_case(Sizes(20, 8, 4, 2, 2, shared=0), 4)
+    config, splits = case.config(2), np.array([12, 8])
 
     def work(heap: Any) -> set[str]:
         workspace, seen = Workspace(config, heap, 16), set()
@@ -94,7 +94,7 @@ def test_hundred_times_the_same_routing() -> None:
 
 # seen in DeepEP 382
 def test_size_sweep_in_one_process() -> None:
-    sizes = Sizes(hidden=16, inner=8, experts=4, shared=6)
+    sizes = Sizes(hidden=8, inner=4, experts=2, top_k=2, shared=6)
     cases = [make_case(replace(sizes, num_tokens=n), n) for n in (1, 128, 2, 1024, 3)]
     config = cases[0].config(2)
     splits = [np.array([-(-len(c.x) // 2), len(c.x) // 2]) for c in cases]
@@ -123,7 +123,7 @@ def test_four_uneven_ranks() -> None:
 
 # seen in DeepEP 208, 604
 def test_all_pairs_of_small_ranks() -> None:
-    sizes = Sizes(hidden=16, inner=8, experts=4, top_k=2, shared=0)
+    sizes = Sizes(hidden=8, inner=4, experts=2, top_k=2, shared=0)
     for a, b in product((0, 1, 2, 3, 5, 6, 7), repeat=2):
         case = make_case(replace(sizes, num_tokens=a + b), a + 10 * b)
         assert_same(run_case(case, [a, b]), dense_layer(case))
@@ -162,7 +162,8 @@ def test_many_experts() -> None:
     sizes = Sizes(16, 256, 256, 512, 8, shared=0)
     case = make_case(replace(sizes, experts=1, pattern="no-route"), 9)
     rng = np.random.default_rng(9)
-    ids = np.stack([rng.permutation(512)[:8] for _ in range(16)]).astype(np.int32)
+    some = np.linspace(0, 511, 40).astype(np.int32)
+    ids = np.stack([rng.permutation(some)[:8] for _ in range(16)])
     bits = [rng.integers(0, 65536, (512, 256, 256), np.uint16) & 0x80FF | 0x3D00 for _ in range(3)]
     case = replace(case, sizes=sizes, topk_ids=ids, weights=ExpertWeights(*bits))
     result = run_case(case, 2)
@@ -241,7 +242,7 @@ def test_any_hidden_size(hidden: int) -> None:
 
 # seen in ScatterMoE 5
 def test_tiny_batch_of_wide_tokens() -> None:
-    case = make_case(Sizes(5, 4096, 24, 8, 2, shared=16), 15)
+    case = make_case(Sizes(5, 4096, 8, 8, 2, shared=0), 15)
     assert_same(run_case(case, 2), dense_layer(case))
 
 
@@ -450,7 +451,9 @@ for module, name in (("mpi", "import_mpi"), ("cuda_device", "import_cupy")):
 # seen in Triton-distributed 34, DeepEP 55
 def test_reference_needs_numpy_and_ml_dtypes_alone() -> None:
     """Everything else is refused at import; each missing extra is named with its command."""
-    result = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", BARE], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     layer, mpi, gpu = result.stdout.splitlines()
     assert layer == "[((5, 16), (5, 16)), ((5, 16), (5, 16))]"

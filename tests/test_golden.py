@@ -60,6 +60,24 @@ def test_built_in_cases_are_the_stored_ones(name: str) -> None:
         np.testing.assert_array_equal(stored[key], value, err_msg=key)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["router_grouped", "logits_closed", "uneven_splits"])
+def test_the_device_route_with_kernels_compiled_for_the_cpu(name: str) -> None:
+    """`--device cuda` as the command line runs it, router included (no GPU needed)."""
+    import mok_ref.gpu.layer
+    import mok_ref.gpu.mxfp8
+    import mok_ref.gpu.portable
+    import mok_ref.gpu.routing  # noqa: F401  (imported before they are given other kernels)
+
+    host_cupy = pytest.importorskip("host_cupy")
+    host_cuda = pytest.importorskip("gpu.host_cuda")
+    if host_cuda.compiler() is None:
+        pytest.skip("no C++ compiler to build the kernels for the CPU")
+    with host_cupy.host_cuda_device():
+        _, fault = check_case(*PAIRS[name], Settings(device="cuda", path="portable"))
+    assert fault == ""
+
+
 def test_one_wrong_bit_is_found_and_named(tmp_path: Path) -> None:
     case_file, out_file = PAIRS["router_softmax"]
     wrong = read_npz(out_file)

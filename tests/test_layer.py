@@ -110,10 +110,10 @@ def near_clamp(case: Case, limit: float | None) -> bool:
 # --------------------------------------------------------------------------- invariants
 
 LONG = {  # several macrobatches per rank, idle and long experts, segments that straddle
-    dtype: Sizes(hidden=32, inner=16, experts=6, shared=8, dtype=dtype)
+    dtype: Sizes(hidden=16, inner=8, experts=6, shared=4, dtype=dtype)
     for dtype in ("bf16", "mxfp8")
 }
-LONG_ROWS = [700, 0, 130, 5, 257, 64]
+LONG_ROWS = [520, 0, 130, 5, 257, 64]
 BATCHES = [(None, None), (128, 128), (256, 128), (384, 128), (512, 256), (1024, 1024), (None, 256)]
 
 
@@ -242,17 +242,6 @@ def test_router_share_is_added_last() -> None:
 # --------------------------------------------------------------------------- buffers, contexts
 
 
-def test_workspace_is_reused_for_any_number_of_tokens() -> None:
-    """T = 1, 128, 2, 1024, 3 one after the other: the bits of a fresh process each time."""
-    sizes = Sizes(hidden=16, inner=8, experts=4, shared=6)
-    config, heap = make_case(sizes).config(1), single_heap()
-    workspace = Workspace(config, heap, 1024)
-    for tokens in (1, 128, 2, 1024, 3):
-        case = make_case(replace(sizes, num_tokens=tokens), tokens)
-        again = rank_step(heap, case, config, np.array([tokens]), workspace)
-        assert_same(again, run_case(case))
-
-
 def test_two_forwards_before_two_backwards() -> None:
     """Without a workspace each call has its own buffers, and backward gives them back."""
     cases = [make_case(SIZES["plain"], seed) for seed in (12, 13)]
@@ -359,5 +348,5 @@ def test_one_moved_row_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_case(case, 2)
     for name in ("y", "dx", "d_topk_weights"):
         assert_same({name: result[name]}, {name: expected[name]})
-    with pytest.raises(AssertionError, match="dw_down: .* differ"):
+    with pytest.raises(AssertionError, match=r"dw_down: .* differ"):
         assert_same({"dw_down": result["dw_down"]}, {"dw_down": expected["dw_down"]})

@@ -13,11 +13,9 @@ from mok_ref import numerics
 from mok_ref.testing import assert_bitwise_equal
 
 ALL_BF16 = np.arange(65536, dtype=np.uint16)
-EDGES = np.array(
-    [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 1.1754944e-38, 1.0, -1.0, 1.0000001, 3.0, 0.1]
-    + [16777215.0, 2.0**24, 3.4028235e38, -3.4028235e38, np.inf, -np.inf, np.nan],
-    np.float32,
-)
+SMALL = [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 1.1754944e-38, 1.0, -1.0, 1.0000001, 3.0, 0.1]
+LARGE = [16777215.0, 2.0**24, 3.4028235e38, -3.4028235e38, np.inf, -np.inf, np.nan]
+EDGES = np.array([*SMALL, *LARGE], np.float32)
 
 
 def random_floats(seed: int, count: int) -> np.ndarray:

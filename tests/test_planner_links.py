@@ -64,7 +64,7 @@ def networks(draw):
     return np.array(usage), np.array(capacity, float), np.array(ceiling, float)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(networks())
 def test_rates_are_those_of_exact_filling(network):
     usage, capacity, ceiling = network

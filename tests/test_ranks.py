@@ -16,7 +16,6 @@ from mok_ref.testing import assert_bitwise_equal, digest
 RANK_SIZES = Sizes(
     num_tokens=215, hidden=32, inner=16, experts=72, top_k=4, shared=24, pattern="skewed"
 )
-DTYPES = ("bf16", "mxfp8")
 UNEVEN = {  # 215 tokens; 0 and 1 among them
     "one-and-none": [0, 1, 214],
     "last-empty": [107, 108, 0],
@@ -42,8 +41,9 @@ def without_replicated(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 # --------------------------------------------------------------------------- virtual ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 72])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "ranks"), [*(("bf16", r) for r in (2, 3, 4, 8, 72)), ("mxfp8", 3), ("mxfp8", 72)]
+)
 def test_one_digest_for_all_ranks(dtype: str, ranks: int) -> None:
     """Outputs and every gradient, the replicated ones by the ordered chain."""
     result = run_case(make_case(sizes_of(dtype)), ranks)
@@ -100,14 +100,14 @@ def test_round_robin_agrees_in_what_no_row_order_touches() -> None:
     Also the proof that these rows are many enough for their order to show.
     """
     case, seen = make_case(RANK_SIZES), set()
-    for ranks in (1, 3, 8):
+    for ranks in (1, 3):
         result = run_case(case, ranks, row_order="round_robin")
         for name in ("y", "dx", "d_topk_weights"):
             assert_bitwise_equal(result[name], one_rank()[name], name)
         seen.add(digest({"dw_down": result["dw_down"]}))
         again = run_case(case, ranks, row_order="round_robin", macrobatch=128)
         assert digest(again) == digest(result)
-    assert len(seen) == 3
+    assert len(seen) == 2
 
 
 def test_digest_sees_everything() -> None:

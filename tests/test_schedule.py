@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -222,7 +223,7 @@ def test_walk_covers_every_row_once(blocks: int, minis: int, mini_blocks: int) -
         assert covered == list(range(0, rows, 128))
         macros = [b.macrobatch for b in batches_]
         assert macros == sorted(macros, reverse=direction == "forward")
-        for a, b in zip(batches_, batches_[1:]):
+        for a, b in pairwise(batches_):
             assert a.macrobatch != b.macrobatch or a.first < b.first
         for b in batches_:
             assert b.index == b.first // mini and b.end - b.first <= mini

@@ -219,7 +219,7 @@ def test_outliers_are_measured_in_medians() -> None:
 
 
 def layer(load: list[int], **more) -> dict:
-    stats = LayerStats(np.array(load), np.zeros(len(load), np.int64), 0)
+    stats = LayerStats(np.array(load), np.zeros(len(load), np.int64), 0, 0)
     return monitors.layer_metrics(stats, len(load), 2) | more
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mok_ref.cli import main
 from mok_ref.heap import run_ranks
 from mok_ref.numerics import to_bf16
 from mok_ref.routing import RoutingOptions
@@ -124,21 +125,20 @@ def test_tensor_parallel_dense_model_has_the_same_bits(text) -> None:
 
 
 def test_replayed_routes_give_the_same_bits(text, tmp_path) -> None:
-    """The routes of a run, from a file, without router gradients: the first loss is the same;
-    the same file replayed on other ranks gives the same run."""
+    """The routes of a run, from a file; replayed on other ranks they give one run."""
     path = tmp_path / "routes.npz"
-    first = run_ranks(2, lambda heap: train(CONFIG, heap, text, record_to=path))[0]
-    assert len(load_routes(path)) == CONFIG.steps
-    model = replace(TINY, router=RouterConfig("replay"))
-    config = replace(
-        CONFIG, model=model, balance=BalanceOptions(), unlock=None, capacity=None, valid_every=0
-    )
+    short = replace(CONFIG, steps=2, valid_every=0)
+    run_ranks(2, lambda heap: train(short, heap, text, record_to=path))
     routes = load_routes(path)
+    assert [ids.shape for ids, _ in routes] == [(64, 2)] * 2
+    model = replace(TINY, router=RouterConfig("replay"))
+    config = replace(short, model=model, balance=BalanceOptions(), unlock=None, capacity=None)
     runs = [run_ranks(r, lambda heap: train(config, heap, text, replay=routes))[0] for r in (1, 4)]
     assert loss_bits(runs[0]) == loss_bits(runs[1])
-    with pytest.raises(ValueError, match="route file must have 4 calls, got 3"):
-        run_ranks(1, lambda heap: train(config, heap, text, replay=routes[:3]))
-    assert first[0]["loss_bits"]
+    load = np.bincount(routes[1][0][routes[1][0] >= 0], minlength=4)
+    assert runs[0][1]["layers"][0]["load"] == load.tolist()
+    with pytest.raises(ValueError, match="route file must have 2 calls, got 1"):
+        run_ranks(1, lambda heap: train(config, heap, text, replay=routes[:1]))
 
 
 # --------------------------------------------------------------------------- gradients
@@ -265,6 +265,24 @@ def test_parts_of_different_steps_are_not_resumed_by_accident(text, reference, t
     assert run_ranks(1, load_mixed) == [3]
 
 
+def test_resume_from_a_named_checkpoint(text, reference, tmp_path) -> None:
+    """An older one, although the newest is damaged; what came later is forgotten."""
+    options = CheckpointOptions(1, 1, keep=9)
+    interrupted(text, tmp_path, stop_at=3, checkpoint=options)
+    folder = tmp_path / "checkpoints"
+    (folder / "manifest-000003.json").write_text("{")
+    with pytest.raises(
+        ValueError, match=r"^checkpoint manifest manifest-000003.json must be whole"
+    ):
+        run_ranks(1, lambda heap: train(CONFIG, heap, text, tmp_path, resume=True))
+    name = "manifest-000001.json"
+    rest = run_ranks(1, lambda heap: train(CONFIG, heap, text, tmp_path, resume=name))[0]
+    assert loss_bits(rest) == reference[1:]
+    assert files.newest(folder, "consistent") == "manifest-000004.json"
+    with pytest.raises(ValueError, match=r"^checkpoint must be named like"):
+        run_ranks(1, lambda heap: train(CONFIG, heap, text, tmp_path, resume="../x"))
+
+
 def test_another_model_or_text_is_refused(text, saved_run, tmp_path) -> None:
     shutil.copytree(saved_run, tmp_path / "run")
     other = replace(CONFIG, model=replace(TINY, hidden=32))
@@ -326,19 +344,22 @@ def test_a_provoked_collapse_is_seen_and_answered(text, tmp_path) -> None:
     assert Path(summary["picture"]).stat().st_size > 10_000
 
 
-def damaged_run(text: ByteText, run_dir: Path, config: TrainConfig) -> list[dict]:
-    """A run whose output weights are blown up before step 6, as a fault of memory would."""
+def damaged_run(
+    text: ByteText, run_dir: Path, config: TrainConfig, factor: float = 64, ranks: int = 1
+) -> list[dict]:
+    """A run whose shared weights are blown up before step 6, as a fault of memory would."""
     original = Trainer.step
 
     def step(self: Trainer) -> dict:
         if self.state.step == 6 and self.state.salt == 0:
-            self.parameters.values["unembed"] = self.parameters.values["unembed"] * 64
-            self.parameters.master = self.parameters.master * 64
+            values = self.parameters.values
+            self.parameters.values = {k: v * np.float32(factor) for k, v in values.items()}
+            self.parameters.master = self.parameters.master * np.float32(factor)
         return original(self)
 
     Trainer.step = step  # type: ignore[method-assign]
     try:
-        return run_ranks(1, lambda heap: train(config, heap, text, run_dir))[0]
+        return run_ranks(ranks, lambda heap: train(config, heap, text, run_dir))[0]
     finally:
         Trainer.step = original  # type: ignore[method-assign]
 
@@ -355,6 +376,16 @@ def test_a_bad_loss_rolls_back_to_the_last_good_checkpoint(text, tmp_path) -> No
     assert max(r["loss"] for r in after) < 1.2 * records[5]["loss"]
     off = damaged_run(text, tmp_path / "off", replace(config, actions=ActionOptions()))
     assert off[-1]["loss"] > 2 * records[-1]["loss"]  # without the action it stays bad
+
+
+def test_nan_logits_end_the_run_or_roll_it_back(text, tmp_path) -> None:
+    """On two ranks: both hear of it, whichever rank's tokens were hit."""
+    with pytest.raises(ValueError, match=r"^logits must not be NaN .* in layer 0 at step 6"):
+        damaged_run(text, tmp_path / "off", ACTIVE, np.nan, ranks=2)
+    config = replace(ACTIVE, actions=ActionOptions(rollback_after=1))
+    records = damaged_run(text, tmp_path / "on", config, np.nan, ranks=2)
+    assert [r["rolled_back_to"] for r in records if "rolled_back_to" in r] == [6]
+    assert records[-1]["step"] == 11 and np.isfinite(records[-1]["loss"])
 
 
 def test_an_outlier_gradient_is_clipped(text) -> None:
@@ -474,14 +505,22 @@ def test_processes_under_mpiexec_give_the_bits_of_one_rank() -> None:
     assert one == four and len(one) == 3
 
 
-def test_command_line_refuses_in_one_line(tmp_path) -> None:
-    for words, name in (
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
         (("--unlock", "2:x"), "unlock"),
         (("--router", "hash"), "kind"),
-        (("--run-dir", str(tmp_path), "--resume"), "config.json"),
-    ):
-        done = run_command("train", *SMALL.split(), *words)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and name in done.stderr
+        (("--collapse", "soon"), "collapse"),
+        (("--resume",), "resume"),
+        (("--run-dir", "/nonexistent", "--resume"), "config.json"),
+        (("--steps", "0"), "steps"),
+    ],
+)
+def test_command_line_refuses_in_one_line(words, name, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *SMALL.split(), *words])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and name in error
 
 
 # --------------------------------------------------------------------------- effects

@@ -73,7 +73,9 @@ def test_config(change: dict[str, Any], message: str) -> None:
 
 
 def test_numpy_integers_do_not_wrap() -> None:
-    config = MoEConfig(np.int8(48), np.int16(24), np.int32(6), np.uint8(3), macrobatch=np.int16(128))
+    config = MoEConfig(
+        np.int8(48), np.int16(24), np.int32(6), np.uint8(3), macrobatch=np.int16(128)
+    )
     for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "macrobatch"):
         assert type(getattr(config, name)) is int
 
@@ -185,14 +187,14 @@ def test_forward(change: dict[str, Any], message: str) -> None:
 
 
 def test_shared_without_a_width() -> None:
-    with pytest.raises(ValueError, match="shared must be given exactly when .*shared=weights"):
+    with pytest.raises(ValueError, match=r"shared must be given exactly when .*shared=weights"):
         call(config=replace(CASE.config(1), shared_intermediate_size=0))
 
 
 def test_workspace() -> None:
     heap = LocalWorld(1).heap(0)
     workspace = Workspace(CASE.config(1), heap, 36)
-    with pytest.raises(ValueError, match="^x must have at most max_tokens=36 rows, got 37$"):
+    with pytest.raises(ValueError, match=r"^x must have at most max_tokens=36 rows, got 37$"):
         call(heap=heap, workspace=workspace)
     other = replace(CASE.config(1), macrobatch=128)
     with pytest.raises(

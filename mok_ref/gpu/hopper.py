@@ -1,10 +1,10 @@
 """Launch of the forward megakernel: tensor maps, counters, grid.
 
-CUDA twin: cuda_src/megakernel.cu (kernel `moe_forward_hopper`), cuda_src/tile.cuh, cuda_src/experts.cuh.
+CUDA twin: cuda_src/megakernel.cu (kernel `moe_forward_hopper`), tile.cuh, experts.cuh.
 
-A tensor map names a matrix in device memory and the box of it that one copy fetches. The maps depend on
-addresses and sizes alone, so they are encoded once per set of arrays and kept (`ForwardKernel`); a call then
-costs one look-up and one launch.
+A tensor map names a matrix in device memory and the box of it that one copy fetches. The maps
+depend on addresses and sizes alone, so they are encoded once per set of arrays and kept
+(`ForwardKernel`); a call then costs one look-up and one launch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ STAGE_BYTES = 3 * ROW_TILE * 64 * 2
 STAGING_BYTES = 2 * ROW_TILE * 64 * 2
 TILE_SLOTS = 4
 SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + STAGING_BYTES + (32 + 4 * 8) * TILE_SLOTS + 4 * 8
-"""Dynamic shared memory of a CTA (kForwardSharedBytes): operand ring, staging, tile queue, barriers."""
+"""Dynamic shared memory of a CTA (kForwardSharedBytes): operands, staging, tiles, barriers."""
 
 TICKET_WORDS = 64
 
 ALIGNMENT = 8
 """H and I must be multiples of this: tensor maps have strides in units of 16 bytes."""
+
+MINIBATCH_TILES = 192
+"""Gate/up tiles that a minibatch should have: 1.5 for each of an H200's 132 multiprocessors."""
 
 TENSOR_MAP = np.dtype((np.uint64, (16,)))
 
@@ -66,6 +69,18 @@ def num_forward_counters(max_row_blocks: int, max_tokens: int) -> int:
     return TICKET_WORDS + 3 * max_row_blocks + -(-max_tokens // ROW_TILE)
 
 
+def default_minibatch(intermediate_size: int) -> int:
+    """Rows of a minibatch where the caller names none.
+
+    At least 2048, so that x and h of a minibatch are used from the L2 cache, and so many that its
+    gate/up tiles fill all multiprocessors about one and a half times: then down of a minibatch,
+    one step behind, finds its h complete. Measured on fine-grained experts (docs/tuning.md).
+    """
+    column_tiles = -(-intermediate_size // ROW_TILE)
+    row_blocks = -(-MINIBATCH_TILES // column_tiles)
+    return ROW_TILE * min(max(row_blocks, 16), 64)
+
+
 def encode_tiled(pointer: int, dims: tuple, strides: tuple, box: tuple) -> np.ndarray:
     """A tensor map of a bf16 array: (16,) uint64.
 
@@ -92,7 +107,9 @@ def encode_tiled(pointer: int, dims: tuple, strides: tuple, box: tuple) -> np.nd
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"tensor map refused ({status}): {pointer=:#x}, {dims=}, {strides=}, {box=}")
+        raise RuntimeError(
+            f"tensor map refused ({status}): {pointer=:#x}, {dims=}, {strides=}, {box=}"
+        )
     return np.array([int(word) for word in tensor_map.opaque], np.uint64)
 
 
@@ -104,9 +121,9 @@ def encode_operand(pointer: int, rows: int, depth: int, box_rows: int) -> np.nda
 def encode_forward_maps(params: np.ndarray, x: int) -> np.ndarray:
     """FORWARD_MAPS of one rank from its parameter block; `x` is the address of its own tokens."""
     hidden, width = int(params["hidden_size"]), int(params["intermediate_size"])
-    shared_width, experts = int(params["shared_intermediate_size"]), int(params["num_local_experts"])
+    shared_width = int(params["shared_intermediate_size"])
+    experts, max_tokens = int(params["num_local_experts"]), int(params["max_tokens"])
     ring_rows = int(params["macro_blocks"]) * ROW_TILE
-    max_tokens = int(params["max_tokens"])
     maps = np.zeros(1, FORWARD_MAPS)
 
     def encode(name: str, rows: int, depth: int, box_rows: int, pointer: int | None = None) -> None:
@@ -158,7 +175,8 @@ class ForwardKernel:
     """The forward megakernel with the tensor maps of one workspace.
 
     cluster_size   1, or 2: pairs of CTAs share weight tiles through their cluster's shared memory
-    num_ctas       CTAs to launch, any number >= cluster_size; None: one per multiprocessor. Never changes a bit.
+    num_ctas       CTAs to launch, any number >= cluster_size; None: one per multiprocessor
+    Neither changes a bit of the result.
     """
 
     MAX_CACHED = 16
@@ -184,7 +202,11 @@ class ForwardKernel:
         return found
 
     def launch(self, params: np.ndarray, x: int, stream: Any = None) -> None:
-        """Enqueue the kernel. `params`: LAYER_PARAMS block, its counters zero by then; `x`: own tokens."""
+        """Enqueue the kernel.
+
+        params   LAYER_PARAMS block; its counters are zero by the time the kernel starts
+        x        address of this rank's own tokens, for the shared expert
+        """
         import cupy
 
         kernel = self.load()

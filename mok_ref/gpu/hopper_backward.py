@@ -248,7 +248,7 @@ def launch_backward(
 
 
 def _launch_chain(heap: Any, plan: Plan, ctas: int) -> None:
-    """Weight gradients of the shared expert by the ordered chain (spec eq. 6.9).
+    """Weight gradients of the shared expert by the ordered chain (spec eq. 6.10).
 
     With R ranks and G groups of tiles, R + G - 1 launches between barriers: in launch p rank r
     continues group p - r. The last rank's accumulators are the result, which every rank fetches.

@@ -316,7 +316,7 @@ class Products:
         is_bf16: bool = False,
         num_groups: int | None = None,
     ) -> None:
-        """Gradients of weights that every rank holds, over all tokens (spec eq. 6.9); collective.
+        """Gradients of weights that every rank holds, over all tokens (spec eq. 6.10); collective.
 
         In launch p rank r continues tile group p - r from what rank r - 1 left, so that all ranks
         work at once and no kernel waits for a peer: R + G - 1 launches with a barrier after each.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.gpu.hopper import default_minibatch
 from mok_ref.gpu.params import (
     LAYER_PARAMS,
     NUM_SYMMETRIC,
@@ -20,6 +21,7 @@ from mok_ref.gpu.params import (
     SYMMETRIC_BUFFERS,
     new_params,
 )
+from mok_ref.planner.tune import tuned
 
 CHUNK_TOKENS = 32  # kChunkTokens of cuda_src/schedule.cuh
 BF16 = np.dtype(np.uint16)
@@ -78,7 +80,9 @@ def derive_sizes(
     routes = config.ep_size * max_tokens * config.top_k
     max_blocks = max(1, -(-(routes + local * (ROW_TILE - 1)) // ROW_TILE))
     balanced = -(-2 * max_tokens * config.top_k // ROW_TILE) + local
-    macro_rows, mini_rows = config.ring_rows(min(max_blocks, balanced) * ROW_TILE)
+    macro_rows, mini_rows = config.ring_rows(
+        min(max_blocks, balanced) * ROW_TILE, default_minibatch(config.intermediate_size)
+    )
     macro_blocks = macro_rows // ROW_TILE
     if max_saved_rows is None:
         max_saved_rows = max(balanced, macro_blocks) * ROW_TILE
@@ -233,7 +237,9 @@ class DeviceWorkspace:
         _check_arguments(config, heap, max_tokens, max_saved_rows, path)
         self.config, self.heap, self.training = config, heap, training
         self.max_tokens = max_tokens
-        self.sizes = derive_sizes(config, heap.rank, max(1, max_tokens), max_saved_rows)
+        # sizes that `mok-ref tune` measured on this device, where the config names none
+        ring = tuned(config, heap.device, max_tokens)
+        self.sizes = derive_sizes(ring, heap.rank, max(1, max_tokens), max_saved_rows)
         self.requested_path = path
         self.generation = 0
         self._serial = _next_serial(heap)

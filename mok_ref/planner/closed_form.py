@@ -164,7 +164,7 @@ def batch_seconds(setting: Setting, rows: float, compute: float, is_backward: bo
 
 
 def refill_seconds(setting: Setting, rows: float, first_pull: float) -> float:
-    """Backward's ring empties after each macrobatch: its first pull and last tiles are not hidden."""
+    """Backward's ring empties after each macrobatch: the next one's first pull is not hidden."""
     times = -(-rows // setting.choice.macrobatch) - 1.0
     return max(0.0, times) * (first_pull + sum(setting.costs.latencies[2:]))
 

@@ -137,18 +137,24 @@ def report(
         Path | None, typer.Option(help="Measured trace to lay beside a plan's.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the plan's trace (.json).")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for a plan's SVG files.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A run's numbers as JSON.")] = False,
 ) -> None:
     """Make one self-contained HTML page of a training run, a plan or a trace."""
     from .plan import parse_plan
-    from .report import plan_trace, write_report
+    from .report import plan_trace, write_pictures, write_report
 
     page = output or default_page(source)
     write_report(source, page)
-    if trace or measured:
-        require(source.is_file(), f"trace needs a plan file, got {str(source)!r}")
+    if trace or measured or pictures:
+        require(
+            source.is_file(), f"trace, measured and pictures need a plan file, got {str(source)!r}"
+        )
         made = parse_plan(source.read_text(encoding="utf-8"), source.name)
-        plan_trace(made, trace or page.with_suffix(".trace.json"), measured)
+        if trace or measured:
+            plan_trace(made, trace or page.with_suffix(".trace.json"), measured)
+        if pictures:
+            write_pictures(made, pictures)
     if source.is_dir() and (source / "config.json").is_file():
         from mok_ref.training.report import report_run
 

@@ -27,6 +27,7 @@ from .workload import Workload, counts_of, draw_ids, popularity
 
 DATA = Path(__file__).parent / "data" / "measurements"
 ZIPF_SKEW = 1.0
+MOST_DRAWN_ROUTES = 600_000  # above this only counts are drawn
 NEEDED = ("case", "T", "H", "I", "E", "K", "direction", "ms_ours")
 # shapes whose rows may be fitted: one with large experts, one with many small ones; all others
 # are held out, so that a held-out row is of a shape that the fit has never seen
@@ -216,7 +217,7 @@ def workload_of(row: Measurement) -> Workload:
     chances = popularity(row.num_experts, skew, rng)
     tokens = np.full(row.ranks, row.tokens, np.int64)
     total = row.tokens * row.ranks
-    if total * row.top_k <= 2_000_000:
+    if total * row.top_k <= MOST_DRAWN_ROUTES:
         ids = draw_ids(total, row.top_k, chances, rng)
         return Workload(tokens, counts_of(ids, tokens, row.num_experts), row.routing, ids)
     counts = rng.multinomial(row.rows, chances, size=row.ranks).astype(np.int64)

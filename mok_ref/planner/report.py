@@ -103,31 +103,47 @@ def plan_spans(setting: Setting) -> tuple[list[Span], list[Span], TaskRun]:
     return group, spans_of_sms(tasks.spans, 0), tasks
 
 
-def plan_sections(plan: Plan) -> list[tuple[str, str]]:
+def plan_pictures(plan: Plan) -> dict[str, tuple[str, str]]:
+    """SVG of every picture of a plan: file name, (heading, picture)."""
     setting = plan.setting()
-    sections = [("Plan", f"<pre>{escape(plan_text(plan))}</pre>")]
     group, tasks, run = plan_spans(setting)
     ranks = sorted({span.rank for span in group})[:SHOWN_RANKS]
-    shown = [span for span in group if span.rank in ranks]
-    sections.append(
-        ("Forward, ranks side by side (simulated)", timeline_picture(shown, "minibatches"))
-    )
     lanes = {"pull", *(f"SM {i}" for i in range(setting.choice.communication_sms + SHOWN_SMS))}
-    few = [span for span in tasks if span.lane in lanes]
     shares = ", ".join(f"{name} {share:.1%}" for name, share in run.shares().items())
-    sections.append(
-        (
+    memory = plan.memory
+    pictures = {
+        "timeline-ranks": (
+            "Forward, ranks side by side (simulated)",
+            timeline_picture([s for s in group if s.rank in ranks], "minibatches"),
+        ),
+        "timeline-tasks": (
             "Forward, rank 0 task by task (simulated)",
-            f"<p>SM time: {escape(shares)}</p>" + timeline_picture(few, "tiles on SMs"),
-        )
-    )
+            timeline_picture([s for s in tasks if s.lane in lanes], f"SM time: {shares}"),
+        ),
+        "roofline": ("Roofline", roofline_picture(plan.machine(), roofline_points(plan, setting))),
+        "memory": ("Memory", memory_picture(memory["parts"], memory["capacity"])),
+    }
     if setting.choice.ep_size <= MOST_RANKS:
         picture = matrix_picture(traffic_megabytes(setting), "MB from rank to rank, one forward")
-        sections.append(("Communication", picture))
-    sections.append(("Roofline", roofline_picture(plan.machine(), roofline_points(plan, setting))))
-    memory = plan.memory
-    sections.append(("Memory", memory_picture(memory["parts"], memory["capacity"])))
-    return [*sections, skew_section(plan), figures_section(plan)]
+        pictures["communication"] = ("Communication", picture)
+    return pictures
+
+
+def plan_sections(plan: Plan) -> list[tuple[str, str]]:
+    text = ("Plan", f"<pre>{escape(plan_text(plan))}</pre>")
+    pictures = list(plan_pictures(plan).values())
+    return [text, *pictures, skew_section(plan), figures_section(plan)]
+
+
+def write_pictures(plan: Plan, folder: Path) -> list[Path]:
+    """Every picture of a plan as an SVG file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, (_, picture) in plan_pictures(plan).items():
+        path = folder / f"{name}.svg"
+        path.write_text(picture + "\n", encoding="utf-8")
+        written.append(path)
+    return written
 
 
 def skew_section(plan: Plan) -> tuple[str, str]:

@@ -261,9 +261,11 @@ def simulate_candidate(question: Question, candidate: Candidate) -> Candidate:
 def batch_variants(question: Question, candidate: Candidate, num: int) -> list[Candidate]:
     """The same split with other minibatches and rings, the best `num` by the closed form."""
     here = candidate.choice
+    rows = int(padded_rows(candidate.setting.work, candidate.setting.owner).max())
     result = []
     for minibatch in (here.minibatch // 2, here.minibatch, here.minibatch * 2):
-        for slots in RING_SLOTS:
+        # a ring for all rows never waits for a slot, where there is memory for it
+        for slots in sorted({*RING_SLOTS, -(-rows // minibatch)}):
             choice = replace(here, minibatch=minibatch, macrobatch=minibatch * slots)
             if choice == here or minibatch < MINIBATCHES[0]:
                 continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -221,11 +221,14 @@ def compare_all(
     constants: KernelConstants,
     machines: dict[str, dict[str, float]],
     kernel: Sequence[Measurement],
+    groups: Collection[str] | None = None,
 ) -> list[Compared]:
-    """Every figure there is with its prediction; `machines` corrects the rates of some GPUs."""
+    """Every figure there is (of these groups) with its prediction; `machines` corrects rates."""
     fits_kernel = num_fit(kernel) >= KERNEL_ROWS_TO_FIT
     result = []
     for row in [*kernel, *h200_rows(), *published_rows()]:
+        if groups is not None and row.group not in groups:
+            continue
         hardware = load_hardware(row.hardware)
         if row.hardware in machines:
             factors = machines[row.hardware]

@@ -113,6 +113,14 @@ def manifest_name(step: int) -> str:
     return f"manifest-{step:06d}.json"
 
 
+def step_of(name: str) -> int:
+    """The step in a manifest's name. Raises ValueError for another name."""
+    digits = name.removeprefix("manifest-").removesuffix(".json")
+    if name != f"manifest-{digits}.json" or not digits.isdecimal():
+        raise ValueError(f"checkpoint must be named like {manifest_name(50)}, got {name!r}")
+    return int(digits)
+
+
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> str:
     """Write the manifest (its own digest included) and point latest.json at it."""
     name = manifest_name(manifest["step"])
@@ -174,7 +182,7 @@ def newest(directory: Path, key: str) -> str | None:
 def drop_after(directory: Path, step: int) -> None:
     """Forget checkpoints of later steps: the run goes on from `step` another way."""
     for name in manifests(directory):
-        if read_manifest(directory, name)["step"] > step:
+        if step_of(name) > step:
             (directory / name).unlink()
     point(directory, "latest", manifest_name(step))
     best = pointed(directory, "best")
@@ -184,7 +192,14 @@ def drop_after(directory: Path, step: int) -> None:
 
 def prune(directory: Path, keep: int) -> None:
     """Remove manifests beyond the newest `keep` (best, last good and full ones stay) and all
-    data files that no remaining manifest names."""
+    data files that no remaining manifest names. A damaged manifest stops it: nothing is removed."""
+    try:
+        _prune(directory, keep)
+    except ValueError:
+        return
+
+
+def _prune(directory: Path, keep: int) -> None:
     names = manifests(directory)
     stay = {*names[-keep:], pointed(directory, "best"), pointed(directory, "latest")}
     stay |= {newest(directory, "good"), newest(directory, "consistent")}

@@ -1,4 +1,4 @@
-"""The family of choosers: who computes which token (docs/training.md, C1 to C8).
+"""The family of choosers: who computes which token (docs/training.md, C1 to C7).
 
 Per-token choosers are options of `mok_ref.routing`; the presets here give them their usual names.
 Litter routing draws a litter (group of experts), then kittens (experts) inside it. Expert-choice
@@ -21,15 +21,11 @@ from mok_ref.routing import (
     RoutingSaved,
     check_logits,
     choice_key,
-    choice_of,
     choose_topk,
-    keep_best_groups,
-    route_forward,
     route_weights,
     route_weights_backward,
     scatter_chosen,
     scores_backward,
-    sigmoid_scores,
     softmax_scores,
     take_best,
 )
@@ -276,34 +272,3 @@ def balanced_ids(scores: np.ndarray, method: str = "auto") -> np.ndarray:
         method = "linear_sum" if len(scores) <= LINEAR_SUM_LIMIT else "auction"
     solve = linear_sum if method == "linear_sum" else auction
     return solve(scores)[:, None]
-
-
-# --------------------------------------------------------------------------- one door for a trainer
-
-
-def unbiased_ids(logits: Array, options: RoutingOptions) -> Array:
-    """What the token would choose without the choice bias; used to measure what a bias costs."""
-    check_logits(logits, options)
-    is_open = logits != -array_module(logits).inf
-    scores = (softmax_scores if options.score == "softmax" else sigmoid_scores)(logits, is_open)
-    kept = keep_best_groups(scores, is_open, options)
-    return choose_topk(scores, kept, options.top_k)
-
-
-__all__ = [
-    "LitterOptions",
-    "balanced_ids",
-    "choice_of",
-    "chosen_saved",
-    "deepseek_v3",
-    "expert_choice_ids",
-    "gshard",
-    "litter_backward",
-    "litter_forward",
-    "litter_placement",
-    "mixtral",
-    "qwen",
-    "ranks_touched",
-    "route_forward",
-    "switch",
-]

@@ -24,7 +24,8 @@ from mok_ref.training.router import load_routes
 from mok_ref.training.trainer import CollapseOptions, TrainConfig
 from mok_ref.training.unlocking import UnlockOptions
 
-ALPHABET = "0123456789"
+DIGITS = "0123456789"
+SHOWN_ACTIONS = 5  # below the live table
 
 
 def register(app: typer.Typer) -> None:
@@ -35,6 +36,9 @@ def register(app: typer.Typer) -> None:
 def train(
     run_dir: Annotated[Path | None, typer.Option(help="Folder for metrics, checkpoints.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue run_dir's run.")] = False,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Resume from this one: best or manifest-000050.json.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="JSON of a run; options override.")] = None,
     text: Annotated[Path | None, typer.Option(help="Text file; default: Python's help.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Virtual ranks (not under mpiexec).")] = None,
@@ -87,17 +91,17 @@ def train(
 ) -> None:
     """Train a byte-level language model with mixture-of-experts layers, bit for bit repeatable."""
     chosen = dict(locals())
-    built = build_config(chosen, read_config(config, run_dir if resume else None))
+    start = checkpoint or resume
+    built = build_config(chosen, read_config(config, run_dir if start else None))
     data = load_text(text)
     routes = None if replay is None else load_routes(replay)
-    job = run_on_all_ranks if ranks is None or not under_mpiexec() else None
-    if job is None:
+    if ranks is not None and under_mpiexec():
         raise ValueError(f"ranks must not be given under mpiexec, got {ranks=}")
     with progress(built, as_json) as show:
-        job(
+        run_on_all_ranks(
             ranks or 1,
             lambda heap: train_on_rank(
-                built, heap, data, run_dir, resume, stop_at, show, routes, save_routes
+                built, heap, data, run_dir, start, stop_at, show, routes, save_routes
             ),
         )
 
@@ -209,7 +213,7 @@ def build_model(chosen: dict[str, Any], base: ModelConfig) -> ModelConfig:
 def parse_unlock(value: str) -> UnlockOptions:
     """start:share:every[:copy|fresh]."""
     parts = value.split(":")
-    if len(parts) not in (3, 4) or not all(p and set(p) <= set(ALPHABET) for p in parts[:3]):
+    if len(parts) not in (3, 4) or not all(p and set(p) <= set(DIGITS) for p in parts[:3]):
         raise ValueError(f"unlock must be start:share:every[:copy|fresh], got {value!r}")
     start, share, every = (int(p) for p in parts[:3])
     return UnlockOptions(start, share, every, init=parts[3] if len(parts) == 4 else "copy")
@@ -246,8 +250,14 @@ def progress(config: TrainConfig, as_json: bool) -> Iterator[Callable[[dict[str,
         return
     from rich.live import Live
 
+    actions: list[str] = []
     with Live(refresh_per_second=4) as live:
-        yield lambda record: live.update(live_table(config, record))
+
+        def table(record: dict[str, Any]) -> None:
+            actions.extend(f"step {record['step'] + 1}: {a}" for a in record["actions"])
+            live.update(live_table(config, record, actions[-SHOWN_ACTIONS:]))
+
+        yield table
 
 
 def one_line(record: dict[str, Any]) -> str:
@@ -262,8 +272,8 @@ def one_line(record: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def live_table(config: TrainConfig, record: dict[str, Any]) -> Any:
-    """What the terminal shows while a run goes on."""
+def live_table(config: TrainConfig, record: dict[str, Any], actions: list[str]) -> Any:
+    """What the terminal shows while a run goes on: this step, its alarms, the last actions."""
     from rich.console import Group
     from rich.text import Text
 
@@ -289,5 +299,5 @@ def live_table(config: TrainConfig, record: dict[str, Any]) -> Any:
             f"{max(layer['gradient_norms']):.3g}",
         )
     notes = [Text(alarm, style="bold red") for alarm in record["alarms"]]
-    notes += [Text(action, style="bold yellow") for action in record["actions"]]
+    notes += [Text(action, style="yellow") for action in actions]
     return Group(Text(head), shown, *notes) if record.get("layers") else Group(Text(head), *notes)

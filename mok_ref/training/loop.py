@@ -21,7 +21,7 @@ def train(
     heap: Any,
     text: ByteText,
     run_dir: Path | None = None,
-    resume: bool = False,
+    resume: bool | str = False,
     stop_at: int | None = None,
     progress: Progress | None = None,
     replay: Routes | None = None,
@@ -30,7 +30,8 @@ def train(
     """Train on this rank of `heap`; every rank calls it. Returns the records of all steps run.
 
     run_dir    where config.json, metrics.jsonl and checkpoints/ go; None: nothing is written
-    resume     continue from the newest checkpoint whose parts are all of one step
+    resume     continue from the newest checkpoint whose parts are all of one step, or from the
+               one named ("best" or a manifest's name); later ones are then forgotten
     stop_at    stop before this step (a run killed on purpose, for tests)
     progress   called with each record, on rank 0
     record_to  write the routes of all steps to this file, for a replay
@@ -40,7 +41,7 @@ def train(
     snapshots = None if run_dir is None else Snapshots(run_dir / "checkpoints", trainer)
     log = RunLog(run_dir, heap.rank)
     if resume:
-        resume_run(snapshots)
+        resume_run(snapshots, resume if isinstance(resume, str) else None)
     log.start(config, text, trainer.state.step)
     records: list[dict[str, Any]] = []
     last = config.steps if stop_at is None else min(stop_at, config.steps)
@@ -103,14 +104,21 @@ def roll_back(snapshots: Snapshots, record: dict[str, Any]) -> None:
     record["rolled_back_to"] = after.step
 
 
-def resume_run(snapshots: Snapshots | None) -> None:
-    """Load the newest consistent checkpoint. Raises ValueError if there is none."""
+def resume_run(snapshots: Snapshots | None, wanted: str | None) -> None:
+    """Load the newest consistent checkpoint, or the one named. Raises ValueError without one."""
     if snapshots is None:
         raise ValueError("resume needs run_dir, got None")
-    name = files.newest(snapshots.directory, "consistent")
+    folder = snapshots.directory
+    name = files.newest(folder, "consistent") if wanted is None else wanted
+    if wanted == "best":
+        name = files.pointed(folder, "best")
     if name is None:
-        raise ValueError(f"resume needs a checkpoint in {snapshots.directory}, found none")
+        raise ValueError(f"resume needs a checkpoint in {folder}, found none")
+    step = files.step_of(name)
     snapshots.load(name)
+    if wanted is not None and snapshots.heap.rank == 0:
+        files.drop_after(folder, step)
+    snapshots.heap.barrier()
 
 
 class RunLog:

@@ -61,6 +61,7 @@ class LayerStats:
     demand: np.ndarray  # (E,) routes that were chosen
     dropped: np.ndarray  # (E,)
     ranks_touched: int  # sum over tokens
+    num_refused: int  # logits that were NaN or +Inf
 
 
 @dataclass
@@ -216,6 +217,8 @@ class Model:
         if control.logit_bias is not None:
             bias = np.concatenate([np.zeros(first_expert, np.float32), control.logit_bias])
             logits = add(logits, bias[None, :])
+        refused = np.isnan(logits) | (logits == np.inf)  # counted, so that all ranks hear of it
+        logits = np.where(refused, logits.dtype.type(0), logits)
         logits = mask_locked(logits, control.num_open, first_expert)
         routed = route(
             config.router,
@@ -225,7 +228,7 @@ class Model:
             self.counts,
             control.replayed,
         )
-        topk_ids, stats = self._drop(routed, control)
+        topk_ids, stats = self._drop(routed, control, int(refused.sum()))
         block.logits, block.routed, block.topk_ids, block.stats = logits, routed, topk_ids, stats
         weights = np.where(topk_ids >= 0, routed.topk_weights, np.float32(0))
         if config.ffn == "ordinary":
@@ -248,7 +251,9 @@ class Model:
         )
         return as_values(y)
 
-    def _drop(self, routed: Routed, control: LayerControl) -> tuple[np.ndarray, LayerStats]:
+    def _drop(
+        self, routed: Routed, control: LayerControl, num_refused: int
+    ) -> tuple[np.ndarray, LayerStats]:
         """Capacity, by the experts' owners; and the counts that everything else reads."""
         num_experts, topk_ids = self.config.num_experts, routed.topk_ids
         assert self.layer_config is not None
@@ -260,10 +265,12 @@ class Model:
             kept = np.where(over, np.int32(-1), topk_ids)
             dropped = count_routes(topk_ids[over], num_experts)
         touched = int(ranks_touched(kept, owner).sum()) if len(kept) else 0
-        mine = np.concatenate([count_routes(topk_ids, num_experts), dropped, [touched]])
+        mine = np.concatenate(
+            [count_routes(topk_ids, num_experts), dropped, [touched, num_refused]]
+        )
         total = self.exchange.sum_integers("route_counts", mine.astype(np.int64))
         demand, dropped = total[:num_experts], total[num_experts : 2 * num_experts]
-        return kept, LayerStats(demand, dropped, int(total[-1]))
+        return kept, LayerStats(demand, dropped, int(total[-2]), int(total[-1]))
 
     def _over_capacity(self, routed: Routed, control: LayerControl) -> np.ndarray:
         """Which of this rank's routes their experts' owners refuse. (T, K) bool."""

@@ -110,6 +110,7 @@ def layer_metrics(stats: LayerStats, num_open: int, num_litters: int) -> dict[st
         "overflow": dropped / routes if routes else 0.0,
         "dropped": dropped,
         "ranks_touched": stats.ranks_touched,
+        "refused_logits": stats.num_refused,
     }
     if num_litters > 1:
         size = len(demand) // num_litters
@@ -144,6 +145,8 @@ def find_alarms(
         for name in ("entropy", "litter_entropy"):
             if layer.get(name, 1.0) < np.float32(options.entropy_share):
                 alarms.append(f"layer{index}: {name} {layer[name]:.3f} < {options.entropy_share}")
+        if layer["refused_logits"]:
+            alarms.append(f"loss: layer{index} has {layer['refused_logits']} NaN or +Inf logits")
         idle = state.idle_steps[index]
         for expert, load in enumerate(layer["load"][:num_open]):
             idle[expert] = 0 if load else idle[expert] + 1

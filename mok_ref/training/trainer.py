@@ -356,12 +356,22 @@ class Trainer:
         record["alarms"] = find_alarms(
             state.monitor, layers, loss, state.unlock.num_open, config.monitor
         )
+        self._stop_at_nan(layers)
         record["actions"], roll_back = take_actions(
             state.monitor, record["alarms"], config.actions, config.balance.kitten
         )
         record["roll_back"] = roll_back
         if config.unlock is not None:
             self._unlock(loss, saved, record)
+
+    def _stop_at_nan(self, layers: list[dict[str, Any]]) -> None:
+        """Without the roll-back action a NaN logit ends the run, on all ranks alike."""
+        for index, numbers in enumerate(layers):
+            if numbers["refused_logits"] and not self.config.actions.rollback_after:
+                raise ValueError(
+                    f"logits must not be NaN or +Inf, got {numbers['refused_logits']} in layer "
+                    f"{index} at step {self.state.step}; rollback_after can answer it"
+                )
 
     def _unlock(self, loss: np.float32, saved: ForwardSaved, record: dict[str, Any]) -> None:
         config, before = self.config, self.state.unlock.num_open

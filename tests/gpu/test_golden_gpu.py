@@ -14,11 +14,11 @@ import pytest
 
 from gpu.test_layer_gpu import PATH, device
 from mok_ref.casefile import OUTPUT_EXPERTS, OUTPUT_REPLICATED, load_case, read_npz
-from mok_ref.gpu import layer, mxfp8, portable, routing
+from mok_ref.gpu import layer
 from mok_ref.runner import Settings, make_plan, run_virtual
 from mok_ref.testing import assert_bitwise_equal
 
-assert device and layer and mxfp8 and portable and routing  # loaded before a stand-in replaces CuPy
+assert device  # the fixture
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 NAMES = sorted(path.stem.removeprefix("case") for path in GOLDEN.glob("case*.npz"))

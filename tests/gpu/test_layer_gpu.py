@@ -14,7 +14,6 @@ import pytest
 
 from mok_ref.config import MoEConfig
 from mok_ref.experts import ExpertWeights
-from mok_ref.gpu import errors, schedule
 from mok_ref.gpu import layer as gpu_layer
 from mok_ref.gpu.workspace import DeviceWorkspace
 from mok_ref.heap import run_ranks
@@ -27,9 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from host_cupy import host_cuda_device
 
 from gpu.host_cuda import compiler as host_compiler
-
-assert errors and schedule  # imported before the stand-in replaces what they load
-
 
 PATH = {"host": "portable", "cuda": "auto", "cuda_portable": "portable"}
 """Kernels of the products by the fixture's parameter."""

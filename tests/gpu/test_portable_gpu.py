@@ -9,13 +9,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mok_ref.casefile import load_case, read_npz
+from mok_ref.experts import ExpertWeights
 from mok_ref.golden import golden_pairs
 from mok_ref.gpu import layer as gpu_layer
 from mok_ref.gpu import portable, schedule
+from mok_ref.gpu.routing import DeviceRouter
 from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
+from mok_ref.layer import moe_backward, moe_forward
 from mok_ref.runner import Settings, assemble, make_plan, run_rank
 from mok_ref.testing import assert_bitwise_equal
 
@@ -23,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from host_cupy import host_cuda_device
 
 from gpu.host_cuda import compiler as host_compiler
+from gpu.units import on_device
 
 assert schedule  # imported before the stand-in replaces what it loads
 
@@ -89,6 +94,56 @@ def test_golden_bits(name: str, tc_path: str, device: str, use_portable) -> None
 def test_a_small_ring_changes_nothing(save: str, device: str, use_portable) -> None:
     use_portable("soft" if device == "host" else "mma")
     assert_case("0", macrobatch=128, minibatch=128, save=save)
+
+
+@pytest.mark.parametrize("name", ["router_softmax", "router_grouped"])
+def test_router_kernels_around_the_layer(name: str, device: str, use_portable) -> None:
+    """Logits, choice, layer, and the gradients through the choice, all on the device."""
+    if device == "host":
+        use_portable("soft")
+    case, expected = load_case(PAIRS[name][0]), read_npz(PAIRS[name][1])
+    plan = make_plan(case, Settings(device="cuda", backward=True))
+    results = run_virtual_cuda_ranks(
+        plan.config.ep_size, lambda heap: route_and_run(plan, heap), 60
+    )
+    for key in ("topk_ids", "topk_weights", "y", "dx", "d_logits"):
+        joined = np.concatenate([result[key] for result in results])
+        assert_bitwise_equal(joined.view(expected[key].dtype), expected[key], key)
+    for result in results:
+        assert_bitwise_equal(result["dw_router"], expected["dw_router"], "dw_router")
+
+
+def route_and_run(plan, heap) -> dict[str, np.ndarray]:
+    """One rank: router, forward, backward with the router's share, router gradient."""
+    case, config, tokens = plan.case, plan.config, plan.tokens_of(heap.rank)
+    experts = config.experts_of(heap.rank)
+    x, dy, w_router = (on_device(a) for a in (case.x[tokens], case.dy[tokens], case.w_router))
+    weights = ExpertWeights(*(w[experts] for w in (case.w_gate, case.w_up, case.w_down)))
+    router = DeviceRouter(
+        case.routing,
+        config.num_experts,
+        config.hidden_size,
+        int(max(plan.splits)),
+        heap.status.input_error_address,
+        heap.rank,
+        heap.size,
+    )
+    heap.alloc("router_chain", (config.num_experts, config.hidden_size), np.float32)
+    ids, topk_weights = router.route_forward(router.router_logits(x, w_router))
+    y, context = moe_forward(config, heap, x, ids, topk_weights, weights, case.shared)
+
+    def router_share(d_topk_weights):
+        router.route_backward(d_topk_weights)
+        return router.router_dx(w_router, len(x))
+
+    grads = moe_backward(context, dy, None, router_share)
+    dw = router.router_dw(x, heap.addresses("router_chain"), heap.barrier)
+    heap.check(config.top_k)
+    tensors = {
+        "topk_ids": ids, "topk_weights": topk_weights, "y": y, "dx": grads.dx,
+        "d_logits": router.d_logits[: len(x)], "dw_router": dw,
+    }  # fmt: skip
+    return {name: array.get() for name, array in tensors.items()}
 
 
 def test_negative_control_another_clamp_changes_bits(use_portable) -> None:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.gpu
 SIZES = {
     "few_large_experts": (4096, 7168, 2048, 4, 8),
     "many_small_experts": (8192, 2048, 768, 128, 8),
+    "elements_beyond_2_31": (66000, 4096, 32, 2, 8),  # 528,000 rows of 4096
 }
 SAMPLE = 1  # tokens that NumPy computes whole
 

@@ -90,6 +90,8 @@ def test_a_foreign_kernel_on_some_multiprocessors(path: str) -> None:
         hold = load_kernel("support.cu", "hold_sm", (), 200 * 1024)
         side = cupy.cuda.Stream(non_blocking=True)
         release = cupy.zeros(1, cupy.uint32)
+        release[...] = 1  # loads CuPy's own kernel now: loading waits for whatever is running
+        release[...] = 0
         cupy.cuda.get_current_stream().synchronize()
         with side:  # 200 KiB of shared memory: nothing else fits beside it
             arguments_ = (release, np.uint64(20_000_000_000))

@@ -5,6 +5,7 @@
 // (compiled with -ffp-contract=off); tensor-core instructions are not imitated but evaluated by tc_group.
 // A block's fibers run until they meet at __syncthreads, a warp's until they meet at a warp collective.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -56,7 +57,9 @@ namespace host_cuda {
 enum class State { kReady, kAtBlock, kAtWarp, kDone };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;  // only the first switch into a fiber; later ones are jumps, which need no system call
+  jmp_buf place;
+  bool started = false;
   std::unique_ptr<char[]> stack;
   State state = State::kReady;
   uint64_t deposit[16];
@@ -64,20 +67,30 @@ struct Fiber {
 
 constexpr size_t kStackBytes = 128 * 1024;
 inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline size_t current;
 inline const std::function<void()>* body;
 
 inline void wait(State state) {
   Fiber& self = fibers[current];
   self.state = state;
-  swapcontext(&self.context, &scheduler);
+  if (_setjmp(self.place) == 0) _longjmp(scheduler, 1);
+}
+
+inline void resume(size_t index) {
+  current = index;
+  threadIdx.x = static_cast<unsigned>(index);
+  if (_setjmp(scheduler) != 0) return;
+  Fiber& fiber = fibers[index];
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  setcontext(&fiber.start);
 }
 
 inline void fiber_main() {
   (*body)();
   fibers[current].state = State::kDone;
-  swapcontext(&fibers[current].context, &scheduler);
+  _longjmp(scheduler, 1);
 }
 
 // Releases the fibers [first, last) if all that are alive wait in `state`.
@@ -97,20 +110,19 @@ inline void run_block() {
   for (size_t i = 0; i < fibers.size(); ++i) {
     Fiber& fiber = fibers[i];
     if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.get();
+    fiber.start.uc_stack.ss_size = kStackBytes;
+    fiber.start.uc_link = nullptr;
+    fiber.started = false;
     fiber.state = State::kReady;
-    makecontext(&fiber.context, fiber_main, 0);
+    makecontext(&fiber.start, fiber_main, 0);
   }
   while (true) {
     bool ran = false, alive = false;
     for (size_t i = 0; i < fibers.size(); ++i) {
       if (fibers[i].state == State::kReady) {
-        current = i;
-        threadIdx.x = static_cast<unsigned>(i);
-        swapcontext(&scheduler, &fibers[i].context);
+        resume(i);
         ran = true;
       }
       alive = alive || fibers[i].state != State::kDone;

@@ -1,0 +1,174 @@
+"""The model against measurements: the limits that the planner promises, recomputed here."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mok_ref.planner.measurements import h200_rows, kernel_rows, published_rows, workload_of
+from mok_ref.planner.stages import FITTED, KernelConstants, fitted_constants
+from mok_ref.planner.validity import (
+    Compared,
+    compare_all,
+    fit_constants,
+    summary_lines,
+    validity_page,
+)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return json.loads(FITTED.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def items(fitted):
+    groups = {"prototype", "published", "dense cuBLAS"}
+    return compare_all(fitted_constants(), fitted["machines"], [], groups)
+
+
+def errors(items, group, role):
+    return [abs(i.error) for i in items if i.row.group == group and i.row.role == role]
+
+
+def test_rows_that_were_not_fitted_are_within_15_percent(items):
+    held_out = errors(items, "prototype", "held out")
+    assert len(held_out) >= 8
+    assert np.median(held_out) <= 0.15
+
+
+def test_published_rows_that_were_not_fitted_are_within_30_percent(items):
+    held_out = errors(items, "published", "held out")
+    assert len(held_out) == 2
+    assert max(held_out) <= 0.30
+
+
+def test_no_held_out_shape_was_fitted():
+    rows = [row for row in h200_rows() if row.group == "prototype"]
+    fit = {(r.hidden_size, r.intermediate_size, r.num_experts) for r in rows if r.role == "fit"}
+    rest = {(r.hidden_size, r.intermediate_size, r.num_experts) for r in rows if r.role != "fit"}
+    assert fit and rest and not fit & rest
+
+
+def test_a_wrong_model_would_be_noticed(items, fitted):
+    """Negative control: a kernel at half the rate must fail the limits above."""
+    slow = KernelConstants(**{**fitted["constants"], "issue_share": 0.4, "power_share": 0.5})
+    rows = compare_all(slow, fitted["machines"], [], {"prototype"})
+    assert np.median(errors(rows, "prototype", "held out")) > 0.15
+
+
+def test_flops_of_every_row_follow_the_convention():
+    for row in h200_rows():
+        if row.what in ("forward", "backward"):
+            factor = 6 if row.what == "forward" else 12
+            flops = factor * row.tokens * row.top_k * row.hidden_size * row.intermediate_size
+            assert 200 < flops / row.ms / 1e9 < 800  # TFLOP/s of an H200
+
+
+def test_fitting_recovers_constants_from_their_own_predictions():
+    from dataclasses import replace
+
+    from mok_ref.planner.hardware import load_hardware
+    from mok_ref.planner.validity import part_seconds
+
+    pytest.importorskip("scipy")
+    truth = KernelConstants(0.9, 1.0, 6.0, 2.0, 10.0, 3.0, 0.15)
+    hardware = load_hardware("h200")
+    rows = [
+        replace(row, ms=part_seconds(row, hardware, truth) * 1e3)
+        for row in h200_rows()
+        if row.group == "prototype"
+    ]
+    found = fit_constants(rows)
+    for row in rows:
+        assert part_seconds(row, hardware, found) * 1e3 == pytest.approx(row.ms, rel=0.03)
+
+
+def test_too_few_rows_are_refused():
+    with pytest.raises(ValueError, match="too few rows to fit"):
+        fit_constants(h200_rows()[:3])
+
+
+# ------------------------------------------------------------------ results files
+
+ROW = {"case": "mine", "T": 64, "H": 256, "I": 128, "E": 8, "K": 2, "direction": "forward"}
+DEVICE = {"gpu": "NVIDIA H200", "driver": "580", "date": "2026-11-29"}
+
+
+def written(tmp_path, table):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(table), encoding="utf-8")
+    return [path]
+
+
+def test_results_of_the_benchmark_are_read(tmp_path):
+    rows = [
+        {**ROW, "ms_ours": 1.5, "ms_dense": 1.2, "bits_ok": True},
+        {**ROW, "ms_ours": 9.0, "bits_ok": False},
+        {**ROW, "ms_ours": None},
+    ]
+    found = kernel_rows(written(tmp_path, {"device": DEVICE, "rows": rows}))
+    assert [(r.case, r.ms, r.hardware, r.role) for r in found] == [
+        ("mine", 1.5, "h200", "held out")
+    ]
+    assert "580" in found[0].source
+
+
+def test_reports_of_the_bench_command_are_read(tmp_path):
+    def row(contender, direction, ms):
+        return {
+            "case": "dsv3-rank",
+            "direction": direction,
+            "contender": contender,
+            "sustained_ms": ms,
+            "bursts_ms": ms / 2,
+        }
+
+    rows = [
+        row("mok_ref", "forward", 4.0),
+        row("dense cuBLAS", "forward", 3.9),
+        row("mok_ref, bf16 dW", "backward", 8.0),
+    ]
+    table = {"device": DEVICE, "rows": rows, "bits": {"dsv3-rank": "equal"}}
+    found = kernel_rows(written(tmp_path, table))
+    assert [(r.what, r.ms, r.extra["mode"], r.role) for r in found] == [
+        ("forward", 4.0, "sustained", "fit"),
+        ("forward", 2.0, "bursts", "held out"),
+        ("backward", 8.0, "sustained", "fit"),
+        ("backward", 4.0, "bursts", "held out"),
+    ]
+    table["bits"]["dsv3-rank"] = "y differs at (0, 0)"
+    assert kernel_rows(written(tmp_path, table)) == []
+
+
+def test_measured_kernel_rows_enter_the_table(tmp_path, fitted):
+    rows = [{**ROW, "ms_ours": 0.2, "bits_ok": True}]
+    kernel = kernel_rows(written(tmp_path, {"device": DEVICE, "rows": rows}))
+    items = compare_all(fitted_constants(), fitted["machines"], kernel, {"kernel"})
+    assert items[0].row.case == "mine" and items[0].predicted_ms > 0
+    page = validity_page(fitted, items)
+    assert "## This project's kernel on one GPU" in page and "| mine |" in page
+
+
+def test_a_wrong_results_file_is_refused(tmp_path):
+    bad = {key: value for key, value in ROW.items() if key != "H"}
+    with pytest.raises(ValueError, match=r"run\.json: row without H"):
+        kernel_rows(written(tmp_path, {"rows": [{**bad, "ms_ours": 1.0}]}))
+    assert kernel_rows(written(tmp_path, {"something": "else"})) == []
+
+
+def test_the_summary_counts_every_group(items):
+    text = "\n".join(summary_lines(items))
+    assert "| prototype | held out | 9 |" in text and "| published | held out | 2 |" in text
+
+
+def test_an_error_is_predicted_over_measured():
+    row = h200_rows()[0]
+    assert Compared(row, row.ms * 1.1, "fit").error == pytest.approx(0.1)
+
+
+def test_routing_of_a_row_is_drawn_alike_every_time():
+    row = published_rows()[2]
+    assert workload_of(row).counts.tolist() == workload_of(row).counts.tolist()
