@@ -21,29 +21,32 @@ struct TargetRows {
   u16* row[4];
 };
 
+// 64 columns of a warp's 16 rows: fragment -> shared memory -> 128 contiguous bytes per row. `fragment(i)` gives
+// packed pair i of the chunk's 16 in the order of the accumulators.
+template <typename Fragment>
+MOK_DEVICE void store_chunk(Fragment&& fragment, u32 buffer, const TargetRows& target, i32 column, i32 columns) {
+  const i32 lane = threadIdx.x % kWarpSize, unit = lane % 8, row = lane % 16;
+#pragma unroll
+  for (i32 u = 0; u < 8; u += 2) {
+    stmatrix_x4(buffer + row * 128 + (((u + lane / 16) ^ (row & 7)) << 4), fragment(2 * u), fragment(2 * u + 1),
+                fragment(2 * u + 2), fragment(2 * u + 3));
+  }
+  __syncwarp();
+  const i32 at = column + unit * 8;
+#pragma unroll
+  for (i32 j = 0; j < 4; ++j) {
+    const i32 r = 4 * j + lane / 8;
+    const uint4 v = ld_shared_v4(buffer + r * 128 + ((unit ^ (r & 7)) << 4));
+    if (target.row[j] != nullptr && at < columns) st_global_v4(target.row[j] + at, v.x, v.y, v.z, v.w);
+  }
+}
+
 // d (64 x 256 of a warpgroup) -> bf16 -> rows; columns column .. column + 255 below `columns`.
 MOK_DEVICE void store_rows(const float (&d)[128], u32 staging, const TargetRows& target, i32 column, i32 columns) {
-  const i32 lane = threadIdx.x % kWarpSize;
-  const i32 fragment_row = lane % 16, unit_half = lane / 16;
-  const i32 unit = lane % 8;
 #pragma unroll
   for (i32 chunk = 0; chunk < 4; ++chunk) {
-    const u32 buffer = staging + (chunk & 1) * (kStagingBytes / 2);
-#pragma unroll
-    for (i32 u = 0; u < 8; u += 2) {
-      const i32 o = chunk * 32 + u * 4;
-      stmatrix_x4(buffer + fragment_row * 128 + (((u + unit_half) ^ (fragment_row & 7)) << 4),
-                  pack_bf16x2(d[o], d[o + 1]), pack_bf16x2(d[o + 2], d[o + 3]), pack_bf16x2(d[o + 4], d[o + 5]),
-                  pack_bf16x2(d[o + 6], d[o + 7]));
-    }
-    __syncwarp();
-    const i32 at = column + chunk * 64 + unit * 8;
-#pragma unroll
-    for (i32 j = 0; j < 4; ++j) {
-      const i32 r = 4 * j + lane / 8;
-      const uint4 v = ld_shared_v4(buffer + r * 128 + ((unit ^ (r & 7)) << 4));
-      if (target.row[j] != nullptr && at < columns) st_global_v4(target.row[j] + at, v.x, v.y, v.z, v.w);
-    }
+    const auto fragment = [&](i32 i) { return pack_bf16x2(d[chunk * 32 + 2 * i], d[chunk * 32 + 2 * i + 1]); };
+    store_chunk(fragment, staging + (chunk & 1) * (kStagingBytes / 2), target, column + 64 * chunk, columns);
   }
 }
 
@@ -79,16 +82,31 @@ MOK_DEVICE void store_rows_float32(const float (&d)[128], u32 staging, float* co
 // First of the 16 tile rows of a multiplying warp.
 MOK_DEVICE i32 first_row_of_warp() { return (threadIdx.x / kWarpSize - 4) * 16; }
 
-// Slots of the owners for dx rows of a routed row block.
-MOK_DEVICE TargetRows owner_slots(const LayerParams& layer, i64 first_row) {
+// Owner and slot of the four rows a lane stores. Loaded before the product and waited for behind it.
+struct RowOwners {
+  i32 peer[4], slot[4];
+};
+
+MOK_DEVICE RowOwners row_owners(const LayerParams& layer, i32 row_block) {
+  RowOwners owners;
+#pragma unroll
+  for (i32 j = 0; j < 4; ++j) {
+    const i64 row = static_cast<i64>(row_block) * kRowTile + first_row_of_warp() + 4 * j + threadIdx.x % kWarpSize / 8;
+    owners.peer[j] = ld_global_s32(layer.peer_rank + row);
+    owners.slot[j] = ld_global_s32(layer.peer_row + row);
+  }
+  return owners;
+}
+
+// Slots of the owners for dx rows of a routed row block; padding rows are left out.
+MOK_DEVICE TargetRows owner_slots(const LayerParams& layer, const RowOwners& owners) {
   TargetRows target;
 #pragma unroll
   for (i32 j = 0; j < 4; ++j) {
-    const i64 row = first_row + first_row_of_warp() + 4 * j + threadIdx.x % kWarpSize / 8;
-    const i32 peer = layer.peer_rank[row];
+    const i32 peer = owners.peer[j];
+    const u64 base = __ldg(layer.peer_table + kCombine * layer.ep_size + max(peer, 0));
     target.row[j] = peer < 0 ? nullptr
-                             : peer_buffer<u16>(layer, kCombine, peer) +
-                                   static_cast<i64>(layer.peer_row[row]) * layer.hidden_size;
+                             : reinterpret_cast<u16*>(base) + static_cast<i64>(owners.slot[j]) * layer.hidden_size;
   }
   return target;
 }

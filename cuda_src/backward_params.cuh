@@ -8,16 +8,20 @@
 
 namespace mok {
 
-// Every bf16 map is three-dimensional (columns, rows, experts) with a box of 64 columns and 64 rows, 128-byte
-// swizzle: the box is an 8 KB block of a K-major operand as well as of an MN-major one, so nothing is ever
-// transposed in memory. What lies outside the matrix arrives as +0 and is not stored: H and I need only be
-// multiples of 8.
+// Maps of bf16 matrices [experts, rows, columns], boxes of 64 columns (128 bytes, 128-byte swizzle):
+//   K-major operand    (columns, rows, experts), box of all rows of the tile: 128 of A, 256 of B
+//   MN-major operand   columns % 64 == 0: (64, rows, columns / 64, experts), box (64, 64, n): n 8 KB blocks of 64 rows
+//                      along K, n = 2 for A and 4 for B; otherwise (columns, rows, 1, experts), box (64, 64, 1)
+//   stored tile        (columns, rows, experts), box of 64 rows
+// so nothing is ever transposed in memory. What lies outside a matrix arrives as +0 and is not stored: H and I need
+// only be multiples of 8.
 struct DgradOperands {
-  TensorMap dy, x;                   // [rows, H]
-  TensorMap d_gate, d_up, hw;        // [rows, I] written by the hidden tiles, d_gate and d_up read by dx tiles
-  TensorMap w_gate, w_up, w_down;    // [experts, I, H], [experts, I, H], [experts, H, I]
-  TensorMap gate_saved, up_saved;    // [max_saved_rows, I] by global row
+  TensorMap dy, x, d_gate, d_up;     // A, K-major
+  TensorMap w_gate, w_up, w_down;    // B, MN-major: [experts, I, H], [experts, I, H], [experts, H, I]
+  TensorMap w_gate_rows, w_up_rows;  // B, K-major, where gate and up are made again
+  TensorMap gate_saved, up_saved;    // [max_saved_rows, I] by global row, 128 rows at a time
   TensorMap gate_again, up_again;    // [rows, I] by ring row: made again by this kernel
+  TensorMap d_gate_out, d_up_out, hw_out;  // [rows, I], stored
 };
 
 struct DgradMaps {
@@ -64,8 +68,8 @@ struct DgradCounters {
 constexpr i32 kWgradProducts = 4;
 
 struct WgradMaps {
-  TensorMap rows_out[kWgradProducts];  // [rows, M] bf16: dy, d_gate, d_up (, d_logits)
-  TensorMap rows_in[kWgradProducts];   // [rows, N] bf16: hw, x, x (, x)
+  TensorMap rows_out[kWgradProducts];  // A, MN-major, [rows, M]: dy, d_gate, d_up (, d_logits)
+  TensorMap rows_in[kWgradProducts];   // B, MN-major, [rows, N]: hw, x, x (, x)
 };
 
 enum GradientType : i32 { kFloat32Gradient = 0, kBf16Gradient = 1 };

@@ -26,7 +26,7 @@ constexpr i32 kMathWarps = 8;
 constexpr u32 kStagingBytes = 4096;     // per multiplying warp
 // Registers per thread of helping and multiplying warps: 128 helpers + 256 math must not pass 64,512 in sum.
 constexpr i32 kHelperRegisters = 88, kMathRegisters = 208;       // dgrad: two warps keep rows in flight
-constexpr i32 kLoaderRegisters = 56, kMathOnlyRegisters = 224;   // wgrad
+constexpr i32 kLoaderRegisters = 40, kMathOnlyRegisters = 232;   // wgrad
 static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subscribed registers hang silently");
 static_assert(128 * kLoaderRegisters + 256 * kMathOnlyRegisters <= 64512, "over-subscribed registers hang silently");
 
@@ -154,19 +154,27 @@ MOK_DEVICE void release_task(const SharedLayout& layout, TaskCursor& cursor) {
 
 // ---- operands ----
 
-// Where an operand tile lies: the box of k-block 0; k-block k is 64 elements further along K.
+// Where an operand tile lies at k-block 0; k-block k is 64 elements further along K. One copy fetches a whole tile
+// of a K-major operand. Of an MN-major one it does when the matrix' columns are a multiple of 64 (`whole`): the map
+// then splits them into blocks of 64, each an 8 KB block of the tile. Otherwise a copy fetches one such block, and
+// columns behind the matrix arrive as +0.
 struct Operand {
   const TensorMap* map;
   i32 column, row, batch;
+  bool whole;
 };
 
 template <Major kMajor, i32 kBoxes>
 MOK_DEVICE void load_operand(u32 tile, const Operand& operand, i32 k, u32 barrier) {
-#pragma unroll
-  for (i32 box = 0; box < kBoxes; ++box) {
-    const i32 column = operand.column + kDepthBlock * (kMajor == Major::kK ? k : box);
-    const i32 row = operand.row + kDepthBlock * (kMajor == Major::kK ? box : k);
-    tma_load_3d(tile + box * kBoxBytes, operand.map, column, row, operand.batch, barrier);
+  if constexpr (kMajor == Major::kK) {
+    tma_load_3d(tile, operand.map, operand.column + kDepthBlock * k, operand.row, operand.batch, barrier);
+  } else if (operand.whole) {
+    tma_load_4d(tile, operand.map, 0, operand.row + kDepthBlock * k, operand.column / 64, operand.batch, barrier);
+  } else {
+    for (i32 box = 0; box < kBoxes; ++box) {
+      tma_load_4d(tile + box * kBoxBytes, operand.map, operand.column + 64 * box, operand.row + kDepthBlock * k, 0,
+                  operand.batch, barrier);
+    }
   }
 }
 
@@ -226,17 +234,24 @@ MOK_DEVICE void multiply(float (&d)[128], const SharedLayout& layout, StageCurso
   release_stage(layout, previous);
 }
 
+// Nothing to do while products run.
+struct NoShadow {
+  MOK_DEVICE void operator()() const {}
+};
+
 // The same for K that ends inside the last k-block: `depth` >= 1 groups of 16. A single k-block is taken whole (its
 // rest holds +0); of a later last one only the groups that hold anything, each as a batch of its own: the compiler
 // would otherwise make every product wait for the one before.
-template <Major kMajorA, Major kMajorB>
+// `shadow` is called once per k-block with products under way; it must not touch d.
+template <Major kMajorA, Major kMajorB, typename Shadow>
 MOK_DEVICE void multiply_groups(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 depth, i32 group,
-                                i32 scale_d) {
+                                i32 scale_d, Shadow&& shadow) {
   const i32 blocks = (depth + 3) / 4, tail = (depth - 1) & 3;
   mbarrier_wait(layout.full(cursor.index), cursor.parity);
   wgmma_fence();
   tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), scale_d);
   wgmma_commit();
+  shadow();
   u32 previous = cursor.index;
   cursor.advance();
   for (i32 k = 2; k < blocks; ++k) {
@@ -244,6 +259,7 @@ MOK_DEVICE void multiply_groups(float (&d)[128], const SharedLayout& layout, Sta
     wgmma_fence();
     tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), 1);
     wgmma_commit();
+    shadow();
     wgmma_wait<1>();
     release_stage(layout, previous);
     previous = cursor.index;

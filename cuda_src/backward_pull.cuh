@@ -21,13 +21,6 @@ constexpr i32 kPullLoads = 8;  // 16-byte loads in flight per lane
 // Rows of a row block that are pulled.
 MOK_DEVICE i32 pulled_rows(i32 valid) { return valid > 64 ? 128 : 64; }
 
-// A ticket, looked up: where its rows come from and go to. The same in all lanes.
-struct PullPiece {
-  const u16* source[kPieceRows];  // null: padding
-  u16* target;
-  u32* ready;                     // counter of the row block; null: nothing to pull
-};
-
 struct PullPlan {
   i32 blocks;        // row blocks of the macrobatch
   bool with_x;       // x rows too: the ring does not hold them
@@ -41,25 +34,52 @@ MOK_DEVICE PullPlan pull_plan(const LayerParams& layer, const DgradParams& param
   return PullPlan{walk.blocks, params.x_in_ring == 0, walk.saved_blocks < walk.blocks};
 }
 
+// Which rows a ticket stands for, and table entries on their way: loaded here, used a piece later.
+struct PullTicket {
+  i32 block, row;  // row block of the macrobatch, first row inside it
+  bool dy;
+  i32 valid;
+  i32 peer[kPieceRows], peer_row[kPieceRows];
+};
+
 // dy first; x rows follow at the end when only the weight gradients want them.
-MOK_DEVICE PullPiece pull_piece(const LayerParams& layer, const DgradParams& params, const PullPlan& plan, u32 ticket) {
+MOK_DEVICE PullTicket look_up(const LayerParams& layer, const DgradParams& params, const PullPlan& plan, u32 ticket) {
   const bool interleave = plan.with_x && plan.interleave;
   const u32 group = ticket / kPieces;  // all pieces of one row block of dy or of x
-  const bool dy = interleave ? group % 2 == 0 : static_cast<i32>(group) < plan.blocks;
-  const i32 block = interleave ? group / 2 : (dy ? group : group - plan.blocks);
-  const i32 ring_row = block * kRowTile + ticket % kPieces * kPieceRows;
-  const i32 first_block = params.macro_index * params.macro_blocks;
-  const i64 row = static_cast<i64>(first_block) * kRowTile + ring_row, H = layer.hidden_size;
-  const DgradCounters counters{params.counters, params.macro_blocks};
-  PullPiece piece;
-  piece.target = (dy ? params.dy_ring : params.x_ring) + ring_row * H;
-  piece.ready = dy ? counters.dy_ready(block) : counters.x_ready(block);
-  if (ring_row % kRowTile >= pulled_rows(__ldg(layer.row_block_valid + first_block + block))) piece.ready = nullptr;
+  PullTicket t;
+  t.dy = interleave ? group % 2 == 0 : static_cast<i32>(group) < plan.blocks;
+  t.block = interleave ? group / 2 : (t.dy ? group : group - plan.blocks);
+  t.row = ticket % kPieces * kPieceRows;
+  const i32 row_block = params.macro_index * params.macro_blocks + t.block;
+  const i64 row = static_cast<i64>(row_block) * kRowTile + t.row;
+  t.valid = ld_global_s32(layer.row_block_valid + row_block);
 #pragma unroll
   for (i32 i = 0; i < kPieceRows; ++i) {
-    const i32 peer = __ldg(layer.peer_rank + row + i);
-    const i64 token = __ldg(layer.peer_row + row + i) / layer.top_k;
-    piece.source[i] = peer < 0 ? nullptr : peer_buffer<const u16>(layer, dy ? kDy : kX, peer) + token * H;
+    t.peer[i] = ld_global_s32(layer.peer_rank + row + i);
+    t.peer_row[i] = ld_global_s32(layer.peer_row + row + i);
+  }
+  return t;
+}
+
+// A ticket with its addresses. The same in all lanes.
+struct PullPiece {
+  const u16* source[kPieceRows];  // null: padding
+  u16* target;
+  u32* ready;                     // counter of the row block; null: nothing to pull
+};
+
+MOK_DEVICE PullPiece pull_piece(const LayerParams& layer, const DgradParams& params, const PullTicket& t) {
+  const DgradCounters counters{params.counters, params.macro_blocks};
+  const i64 H = layer.hidden_size;
+  PullPiece piece;
+  piece.target = (t.dy ? params.dy_ring : params.x_ring) + (static_cast<i64>(t.block) * kRowTile + t.row) * H;
+  piece.ready = t.dy ? counters.dy_ready(t.block) : counters.x_ready(t.block);
+  if (t.row >= pulled_rows(t.valid)) piece.ready = nullptr;
+#pragma unroll
+  for (i32 i = 0; i < kPieceRows; ++i) {
+    const u64 base = __ldg(layer.peer_table + (t.dy ? kDy : kX) * layer.ep_size + max(t.peer[i], 0));
+    piece.source[i] =
+        t.peer[i] < 0 ? nullptr : reinterpret_cast<const u16*>(base) + t.peer_row[i] / layer.top_k * H;
   }
   return piece;
 }
@@ -102,29 +122,30 @@ MOK_DEVICE void copy_piece(const PullPiece& piece, i32 columns, u32* unsignalled
 // ahead, so that only the rows themselves are waited for.
 MOK_DEVICE void pull_rows(const LayerParams& layer, const DgradParams& params) {
   const PullPlan plan = pull_plan(layer, params);
-  const DgradCounters counters{params.counters, params.macro_blocks};
+  u32* const ticket_counter = DgradCounters{params.counters, params.macro_blocks}.pull_ticket();
   const u32 tickets = plan.tickets();
-  auto draw = [&] {
-    const u32 ticket = threadIdx.x % kWarpSize == 0 ? draw_ticket(counters.pull_ticket()) : 0;
-    return __shfl_sync(kFullWarp, ticket, 0);
-  };
-  u32 ticket = draw();
+  const bool first_lane = threadIdx.x % kWarpSize == 0;
+  auto draw = [&] { return first_lane ? draw_ticket(ticket_counter) : 0; };  // in lane 0 alone, on its way
+  u32 ticket = __shfl_sync(kFullWarp, draw(), 0);
+  u32 drawn = draw();
   if (ticket >= tickets) return;
-  PullPiece piece = pull_piece(layer, params, plan, ticket);
-  u32 next_ticket = draw();
+  PullTicket found = look_up(layer, params, plan, ticket);
   u32* unsignalled = nullptr;  // counter of the piece copied last
+  u32 stop = 0;                // abort flag as of the piece before
   while (true) {
-    PullPiece next = piece;
-    const bool more = next_ticket < tickets && !aborted(layer.abort_flag);
-    const u32 after_next = more ? draw() : next_ticket;
-    if (more) next = pull_piece(layer, params, plan, next_ticket);
+    const PullPiece piece = pull_piece(layer, params, found);
+    ticket = __shfl_sync(kFullWarp, drawn, 0);
+    const bool more = ticket < tickets && stop == 0;
+    if (more) {
+      drawn = draw();
+      found = look_up(layer, params, plan, ticket);
+      stop = ld_relaxed_gpu(layer.abort_flag);
+    }
     if (piece.ready != nullptr) {
       copy_piece(piece, layer.hidden_size, unsignalled);
       unsignalled = piece.ready;
     }
     if (!more) break;
-    piece = next;
-    next_ticket = after_next;
   }
   signal_piece(unsignalled);
 }

@@ -73,10 +73,8 @@ MOK_DEVICE void load_gate_up(const DgradContext& c, const TileTask& task, StageC
     mbarrier_wait(c.layout.empty(stage.index), stage.parity ^ 1);
     const u32 full = c.layout.full(stage.index), tile = c.layout.tile_a(stage.index);
     mbarrier_arrive_expect_tx(full, 2 * kHalfStage);
-    const Operand from_gate{gate, task.column + chunk * kDepthBlock, row, 0};
-    const Operand from_up{up, task.column + chunk * kDepthBlock, row, 0};
-    load_operand<Major::kK, 2>(tile, from_gate, 0, full);
-    load_operand<Major::kK, 2>(tile + kHalfStage, from_up, 0, full);
+    tma_load_3d(tile, gate, task.column + chunk * kDepthBlock, row, 0, full);
+    tma_load_3d(tile + kHalfStage, up, task.column + chunk * kDepthBlock, row, 0, full);
     stage.advance();
   }
 }
@@ -117,17 +115,20 @@ MOK_DEVICE Product product_of(const DgradContext& c, const TileTask& task, i32 h
   const bool shared = task.flags & kSharedTile;
   const DgradOperands& maps = c.operands(shared);
   const i32 row = task.block * kRowTile;
+  const i32 H = c.layer.hidden_size, I = c.intermediate_size(shared);
   if (task.kind == kTaskHidden) {
-    return Product{Operand{&maps.dy, 0, row, 0}, Operand{&maps.w_down, task.column, 0, task.batch}};
+    return Product{Operand{&maps.dy, 0, row, 0, true},
+                   Operand{&maps.w_down, task.column, 0, task.batch, I % 64 == 0}};
   }
   if (task.kind == kTaskInput) {
-    return Product{Operand{half ? &maps.d_up : &maps.d_gate, 0, row, 0},
-                   Operand{half ? &maps.w_up : &maps.w_gate, task.column, 0, task.batch}};
+    return Product{Operand{half ? &maps.d_up : &maps.d_gate, 0, row, 0, true},
+                   Operand{half ? &maps.w_up : &maps.w_gate, task.column, 0, task.batch, H % 64 == 0}};
   }
-  const i32 columns = ceil_div(c.intermediate_size(shared), kTileColumns) * kTileColumns;
+  const i32 columns = ceil_div(I, kTileColumns) * kTileColumns;
   const bool gate = task.column < columns;
-  return Product{Operand{&maps.x, 0, row, 0},
-                 Operand{gate ? &maps.w_gate : &maps.w_up, 0, task.column - (gate ? 0 : columns), task.batch}};
+  return Product{
+      Operand{&maps.x, 0, row, 0, true},
+      Operand{gate ? &maps.w_gate_rows : &maps.w_up_rows, 0, task.column - (gate ? 0 : columns), task.batch, true}};
 }
 
 // K-blocks first .. end - 1 of one product.
@@ -201,9 +202,9 @@ MOK_DEVICE void store_hidden(const DgradContext& c, const TileTask& task, StageC
       if (lane == 0) {
         const u32 tile = c.layout.tile_a(stage.index) + group * kBoxBytes;
         const i32 column = task.column + chunk * kDepthBlock, row = task.block * kRowTile + group * 64;
-        tma_store_3d(&maps.d_gate, tile, column, row, 0);
-        tma_store_3d(&maps.d_up, tile + kHalfStage, column, row, 0);
-        tma_store_3d(&maps.hw, tile + 2 * kHalfStage, column, row, 0);
+        tma_store_3d(&maps.d_gate_out, tile, column, row, 0);
+        tma_store_3d(&maps.d_up_out, tile + kHalfStage, column, row, 0);
+        tma_store_3d(&maps.hw_out, tile + 2 * kHalfStage, column, row, 0);
         bulk_commit_group();
       }
     }
@@ -267,7 +268,7 @@ MOK_DEVICE HiddenRows hidden_rows(const DgradContext& c, const TileTask& task) {
 #pragma unroll
   for (i32 j = 0; j < 2; ++j) {
     const i64 global_row = static_cast<i64>(c.first_block() + task.block) * kRowTile + row + 8 * j;
-    rows.weight[j] = shared ? 1.0f : c.layer.row_weight[global_row];
+    rows.weight[j] = shared ? 1.0f : ld_global_f32(c.layer.row_weight + global_row);
     rows.keep[j] = row + 8 * j < task.valid ? ~0u : 0u;
   }
   return rows;
@@ -292,12 +293,12 @@ MOK_DEVICE void finish_hidden(float (&d)[128], const DgradContext& c, const Tile
   hidden_epilogue<kClamp>(d, c.layout, stage, group, rows, dot_target(c, task), clamp);
 }
 
-// Where the rows of a gate/up or dx tile go, looked up before the product.
-MOK_DEVICE TargetRows target_rows(const DgradContext& c, const TileTask& task) {
+// Where the rows of a gate/up or dx tile go.
+MOK_DEVICE TargetRows target_rows(const DgradContext& c, const TileTask& task, const RowOwners& owners) {
   const bool shared = task.flags & kSharedTile;
   const i64 row = static_cast<i64>(task.block) * kRowTile;
   if (task.kind == kTaskInput) {
-    if (!shared) return owner_slots(c.layer, static_cast<i64>(c.first_block()) * kRowTile + row);
+    if (!shared) return owner_slots(c.layer, owners);
     return local_rows(c.params.shared_dx, row, task.valid, c.layer.hidden_size);
   }
   const bool gate = task.column < ceil_div(c.intermediate_size(shared), kTileColumns) * kTileColumns;
@@ -308,12 +309,12 @@ MOK_DEVICE TargetRows target_rows(const DgradContext& c, const TileTask& task) {
 
 // Made by the kinds of tiles that store rows of bf16.
 MOK_DEVICE void finish_rows(const float (&d)[128], const DgradContext& c, const TileTask& task,
-                            const TargetRows& target) {
+                            const RowOwners& owners) {
   const i32 I = c.intermediate_size(task.flags & kSharedTile);
   const i32 hidden_columns = ceil_div(I, kTileColumns) * kTileColumns;
   const bool input = task.kind == kTaskInput, up = !input && task.column >= hidden_columns;
-  store_rows(d, c.layout.staging(threadIdx.x / kWarpSize - 4), target, task.column - (up ? hidden_columns : 0),
-             input ? c.layer.hidden_size : I);
+  store_rows(d, c.layout.staging(threadIdx.x / kWarpSize - 4), target_rows(c, task, owners),
+             task.column - (up ? hidden_columns : 0), input ? c.layer.hidden_size : I);
 }
 
 template <bool kClamp>
@@ -336,13 +337,14 @@ MOK_DEVICE void multiply_dgrad(const DgradContext& c, i32 group) {
         multiply<Major::kK, Major::kMN>(d, c.layout, stage, task.depth, group, 0);
         finish_hidden<kClamp>(d, c, task, rows, stage, group, clamp);
       } else {
-        const TargetRows target = target_rows(c, task);
+        RowOwners owners{};
         if (task.kind == kTaskInput) {
+          if (!(task.flags & kSharedTile)) owners = row_owners(c.layer, c.first_block() + task.block);
           multiply<Major::kK, Major::kMN>(d, c.layout, stage, task.depth, group, 0);
         } else {
           multiply<Major::kK, Major::kK>(d, c.layout, stage, task.depth, group, 0);
         }
-        finish_rows(d, c, task, target);
+        finish_rows(d, c, task, owners);
       }
     }
     __syncwarp();

@@ -120,9 +120,11 @@ MOK_DEVICE void load_wgrad_tile(const WgradContext& c, const LocatedTile& tile, 
                                 StageCursor& stage) {
   const i32 product = product_of(tile.task.flags);
   load_product<Major::kMN, Major::kMN>(c.layout, stage,
-                                       Operand{&c.maps.rows_out[product], tile.task.block, tile.ring_row, 0},
-                                       Operand{&c.maps.rows_in[product], tile.task.column, tile.ring_row, 0}, first,
-                                       end);
+                                       Operand{&c.maps.rows_out[product], tile.task.block, tile.ring_row, 0,
+                                               c.params.rows[product] % 64 == 0},
+                                       Operand{&c.maps.rows_in[product], tile.task.column, tile.ring_row, 0,
+                                               c.params.columns[product] % 64 == 0},
+                                       first, end);
 }
 
 MOK_DEVICE TileTask weight_task(const WgradParams& params, const WgradTile& tile, i32 expert, i32 num_rows, i32 flags) {
@@ -166,9 +168,8 @@ template <typename Tickets>
 MOK_DEVICE void produce_weights(const WgradContext& c, const Tickets& tickets) {
   StageCursor stage;
   TaskCursor queue;
-  const u32 first_ticket = draw_ticket(c.params.ticket);
-  u32 ticket = draw_ticket(c.params.ticket);
-  LocatedTile tile = tickets.locate(first_ticket);
+  LocatedTile tile = tickets.locate(draw_ticket(c.params.ticket));
+  u32 ticket = draw_ticket(c.params.ticket);  // not before: locate may draw on to the end
   while (tile.task.kind != kTaskEnd) {
     publish_task(c.layout, queue, tile.task);
     const i32 blocks = ceil_div(tile.task.depth, kDepthBlock / kChainStep), ahead = min(blocks, kStages);
@@ -234,48 +235,92 @@ MOK_DEVICE void begin_chain(float (&d)[128], const WgradContext& c, const TileTa
   }
 }
 
-// Where the finished rows go; null for rows behind M.
-template <typename T>
-struct GradientRows {
-  T* row[4];
+// A finished bf16 tile that is not stored yet: it waits in registers and leaves 64 columns at a time while the next
+// tile's products run, so that short chains (few rows per expert) do not pay for their stores.
+struct PendingTile {
+  u32 pairs[64];
+  u16* rows;     // first row that this lane stores, at column 0
+  i32 left;      // chunks of 64 columns not stored yet
+  i32 valid;     // rows behind the lane's first that exist: row 4 j is stored if 4 j < valid
+  i32 column, columns;
+
+  template <i32 kChunk>
+  MOK_DEVICE void store(u32 staging) const {
+    TargetRows target;
+#pragma unroll
+    for (i32 j = 0; j < 4; ++j) target.row[j] = 4 * j < valid ? rows + static_cast<i64>(4 * j) * columns : nullptr;
+    store_chunk([&](i32 i) { return pairs[kChunk * 16 + i]; }, staging + (kChunk & 1) * (kStagingBytes / 2), target,
+                column + 64 * kChunk, columns);
+  }
+
+  // Empty. Writing the pairs tells the compiler that they need no registers before this point.
+  MOK_DEVICE void clear() {
+    left = 0;
+#pragma unroll
+    for (i32 i = 0; i < 64; ++i) pairs[i] = 0;
+  }
+
+  MOK_DEVICE void store_all(u32 staging) {
+    while (left > 0) store_next(staging);
+  }
+
+  // The next chunk, if any is left.
+  MOK_DEVICE void store_next(u32 staging) {
+    switch (left) {
+      case 4: store<0>(staging); break;
+      case 3: store<1>(staging); break;
+      case 2: store<2>(staging); break;
+      case 1: store<3>(staging); break;
+      default: return;
+    }
+    --left;
+  }
 };
 
+// First element of an [M, N] matrix of a stack of them.
 template <typename T>
-MOK_DEVICE GradientRows<T> gradient_rows(void* base, i64 index, const WgradParams& params, i32 product, i32 tile_row) {
-  GradientRows<T> target;
-  const i32 rows = params.rows[product], columns = params.columns[product];
-  T* matrix = static_cast<T*>(base) + index * rows * columns;
-#pragma unroll
-  for (i32 j = 0; j < 4; ++j) {
-    const i32 row = tile_row + first_row_of_warp() + 4 * j + threadIdx.x % kWarpSize / 8;
-    target.row[j] = row < rows ? matrix + static_cast<i64>(row) * columns : nullptr;
-  }
-  return target;
+MOK_DEVICE T* matrix_at(void* base, i64 index, const WgradParams& params, i32 product) {
+  return static_cast<T*>(base) + index * params.rows[product] * params.columns[product];
 }
 
-// bf16: the one rounding at the end of a chain. float32: dW itself, or the buffer of chains that go on.
-MOK_DEVICE void end_chain(const float (&d)[128], const WgradContext& c, const TileTask& task) {
+// bf16: the one rounding at the end of a chain.
+MOK_DEVICE void keep_bf16(const float (&d)[128], const WgradContext& c, const TileTask& task, PendingTile& pending) {
   const i32 product = product_of(task.flags), columns = c.params.columns[product];
-  const u32 staging = c.layout.staging(threadIdx.x / kWarpSize - 4);
-  if (end_of(task.flags) == kEndBf16) {
-    const auto target = gradient_rows<u16>(c.params.gradient[product], task.batch, c.params, product, task.block);
-    store_rows(d, staging, TargetRows{{target.row[0], target.row[1], target.row[2], target.row[3]}}, task.column,
-               columns);
-  } else {
-    const bool goes_on = end_of(task.flags) == kEndStraddling;
-    void* base = goes_on ? c.params.straddling[product] : c.params.gradient[product];
-    const i32 index = goes_on ? end_slot_of(task.flags) : task.batch;
-    const auto target = gradient_rows<float>(base, index, c.params, product, task.block);
-    store_rows_float32(d, staging, target.row, task.column, columns);
+  const i32 row = task.block + first_row_of_warp() + threadIdx.x % kWarpSize / 8;
+#pragma unroll
+  for (i32 i = 0; i < 64; ++i) pending.pairs[i] = pack_bf16x2(d[2 * i], d[2 * i + 1]);
+  pending.rows = matrix_at<u16>(c.params.gradient[product], task.batch, c.params, product) +
+                 static_cast<i64>(row) * columns;
+  pending.left = 4;
+  pending.valid = c.params.rows[product] - row;
+  pending.column = task.column;
+  pending.columns = columns;
+}
+
+// float32: dW itself, or the buffer of chains that go on.
+MOK_DEVICE void store_float32(const float (&d)[128], const WgradContext& c, const TileTask& task) {
+  const i32 product = product_of(task.flags), rows = c.params.rows[product], columns = c.params.columns[product];
+  const bool goes_on = end_of(task.flags) == kEndStraddling;
+  float* matrix = goes_on ? matrix_at<float>(c.params.straddling[product], end_slot_of(task.flags), c.params, product)
+                          : matrix_at<float>(c.params.gradient[product], task.batch, c.params, product);
+  float* target[4];
+#pragma unroll
+  for (i32 j = 0; j < 4; ++j) {
+    const i32 row = task.block + first_row_of_warp() + 4 * j + threadIdx.x % kWarpSize / 8;
+    target[j] = row < rows ? matrix + static_cast<i64>(row) * columns : nullptr;
   }
+  store_rows_float32(d, c.layout.staging(threadIdx.x / kWarpSize - 4), target, task.column, columns);
 }
 
 MOK_DEVICE void multiply_wgrad(const WgradContext& c, i32 group) {
   StageCursor stage;
   TaskCursor queue;
+  PendingTile pending;
+  pending.clear();
+  const u32 staging = c.layout.staging(threadIdx.x / kWarpSize - 4);
   while (true) {
     const TileTask task = read_task(c.layout, queue);
-    if (task.kind == kTaskEnd) return;
+    if (task.kind == kTaskEnd) break;
     release_task(c.layout, queue);
     if (task.valid <= 64 * group) {
       skip_stages(c.layout, stage, ceil_div(task.depth, kDepthBlock / kChainStep));
@@ -284,14 +329,26 @@ MOK_DEVICE void multiply_wgrad(const WgradContext& c, i32 group) {
     float d[128];
     const i32 resumed = begin_of(task.flags) != kBeginZero;
     if (resumed) {
+      pending.store_all(staging);
       begin_chain(d, c, task);
+      pending.clear();
     } else if (task.depth == 0) {
 #pragma unroll
       for (i32 i = 0; i < 128; ++i) d[i] = 0.0f;
     }
-    if (task.depth > 0) multiply_groups<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed);
-    end_chain(d, c, task);
+    if (task.depth > 0) {
+      multiply_groups<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed,
+                                              [&] { pending.store_next(staging); });
+    }
+    pending.store_all(staging);
+    if (end_of(task.flags) == kEndBf16) {
+      keep_bf16(d, c, task, pending);
+    } else {
+      store_float32(d, c, task);
+      pending.clear();
+    }
   }
+  pending.store_all(staging);
 }
 
 }  // namespace mok

@@ -111,6 +111,14 @@ MOK_DEVICE void tma_load_3d(u32 dst, const TensorMap* map, i32 c0, i32 c1, i32 c
       : "memory");
 }
 
+MOK_DEVICE void tma_load_4d(u32 dst, const TensorMap* map, i32 c0, i32 c1, i32 c2, i32 c3, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 // The same, delivered to the same offset of every CTA of the cluster named in `cta_mask`, each of
 // which gets the bytes counted on its own barrier. Shared-memory multicast inside one cluster.
 MOK_DEVICE void tma_load_2d_cluster(u32 dst, const TensorMap* map, i32 c0, i32 c1, u32 barrier, u16 cta_mask) {
@@ -223,6 +231,19 @@ MOK_DEVICE uint4 ld_global_nc_v4(const void* pointer) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(pointer));
   return v;
+}
+
+// Volatile, so that it is issued here and waited for where its value is used.
+MOK_DEVICE i32 ld_global_s32(const i32* pointer) {
+  i32 value;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer));
+  return value;
+}
+
+MOK_DEVICE float ld_global_f32(const float* pointer) {
+  float value;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(pointer));
+  return value;
 }
 
 MOK_DEVICE void st_global_v4(void* pointer, u32 x, u32 y, u32 z, u32 w) {

@@ -161,6 +161,7 @@ def bits() -> None:
     )
     values = {
         "options": BITS_LINE,
+        "text_sha256": load_text().sha256,
         "runs": table,
         "losses": runs["1 virtual ranks"],
         "dense_options": DENSE_LINE,

@@ -23,7 +23,8 @@ def compiles(body: str) -> None:
     options = core.ProgramOptions(
         arch="sm_90a", std="c++17", include_path=[str(compiler.cuda_source_dir())]
     )
-    core.Program(f'#include "tile.cuh"\nnamespace mok {{ {body} }}', "c++", options).compile("cubin")
+    source = f'#include "tile.cuh"\nnamespace mok {{ {body} }}'
+    core.Program(source, "c++", options).compile("cubin")
 
 
 def test_maps_are_in_the_order_of_the_kernels_struct() -> None:

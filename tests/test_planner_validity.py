@@ -25,7 +25,7 @@ def fitted():
 
 @pytest.fixture(scope="module")
 def items(fitted):
-    groups = {"prototype", "published", "dense cuBLAS"}
+    groups = {"prototype", "published", "kernel on two H200"}
     return compare_all(fitted_constants(), fitted["machines"], [], groups)
 
 
@@ -43,6 +43,11 @@ def test_published_rows_that_were_not_fitted_are_within_30_percent(items):
     held_out = errors(items, "published", "held out")
     assert len(held_out) == 2
     assert max(held_out) <= 0.30
+
+
+def test_two_linked_gpus_are_predicted_without_any_fit_on_several_gpus(items):
+    held_out = errors(items, "kernel on two H200", "held out")
+    assert len(held_out) == 2 and max(held_out) <= 0.15
 
 
 def test_no_held_out_shape_was_fitted():

@@ -1,4 +1,4 @@
-"""Bits of a timed run: whole tokens computed again by the NumPy reference."""
+"""Bits of a timed run: every tensor against the portable path, whole tokens against NumPy."""
 
 from __future__ import annotations
 
@@ -13,23 +13,39 @@ from mok_ref.numerics import as_values, bf16_to_bits
 from mok_ref.testing import assert_bitwise_equal
 
 
-def check_tokens(layer: Any, num_samples: int = 1) -> str:
-    """ "equal", or the first difference of y, dx or d_topk_weights of sampled tokens.
+def check_bits(layer: Any, num_samples: int) -> str:
+    """ "equal", or the first difference of any output; synchronises.
 
-    layer  an `OurLayer`; its forward and backward run once here
+    layer        an `OurLayer`; its forward and backward run once here
+    num_samples  tokens whose y, dx and d_topk_weights NumPy computes again (slow on big experts)
     """
-    y = layer.forward("all")
-    gradients = layer.backward()
-    layer.heap.check()
-    tokens = np.linspace(0, len(layer.ids) - 1, num_samples).astype(int)
-    expected = _expected(layer, tokens)
-    actual = {"y": y, "dx": gradients.dx, "d_topk_weights": gradients.d_topk_weights}
+    tensors = _outputs(layer)
     try:
-        for name, values in expected.items():
-            assert_bitwise_equal(actual[name][tokens].get().view(values.dtype), values, name)
+        with layer.on_portable_path() as portable:
+            for name, expected in _outputs(portable).items():
+                _assert_same_on_device(tensors[name], expected, name)
+        if num_samples:
+            tokens = np.linspace(0, len(layer.ids) - 1, num_samples).astype(int)
+            for name, values in _expected(layer, tokens).items():
+                actual = tensors[name][tokens].get().view(values.dtype)
+                assert_bitwise_equal(actual, values, name)
     except AssertionError as difference:
         return str(difference)
     return "equal"
+
+
+def _outputs(layer: Any) -> dict[str, Any]:
+    """y and all gradients, on the device; they live in the layer's workspace."""
+    y = layer.forward("all")
+    gradients = layer.backward()
+    layer.heap.check()
+    return {"y": y} | {n: value for n, value in vars(gradients).items() if value is not None}
+
+
+def _assert_same_on_device(actual: Any, expected: Any, name: str) -> None:
+    bits = {2: np.uint16, 4: np.uint32}[expected.dtype.itemsize]
+    differing = int((actual.view(bits) != expected.view(bits)).sum())
+    assert differing == 0, f"{name}: {differing} of {expected.size} differ from the portable path"
 
 
 def _expected(layer: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES, BenchCase
+from mok_ref.bench.timing import Protocol
 
 
 def parse_cases(text: str) -> list[BenchCase]:
@@ -18,7 +19,8 @@ def parse_cases(text: str) -> list[BenchCase]:
         elif word in CASES:
             cases.append(CASES[word])
         elif len(sizes) == 5 and all(size.isdecimal() and int(size) > 0 for size in sizes):
-            cases.append(BenchCase(word, *map(int, sizes)))
+            tokens, hidden, inner, experts, top_k = map(int, sizes)
+            cases.append(BenchCase(word, tokens, hidden, inner, experts, top_k))
         else:
             known = ", ".join((*groups, *CASES))
             raise ValueError(f"cases must be of {known} or TxHxIxExK, got {word!r}")
@@ -43,9 +45,10 @@ def bench_cuda(
     cases: str = "table",
     directions: str = "forward,backward",
     peers: str = "dense,torch-eager",
-    repeats: int = 20,
+    repeats: int | None = None,
     output: Path | None = None,
     as_json: bool = False,
+    bursts: int = 5,
 ) -> bool:
     """Run, print, write; False when a bit differed."""
     try:
@@ -62,8 +65,9 @@ def bench_cuda(
         raise ValueError(f"directions must be of forward, backward, got {directions!r}")
     torch.cuda.set_stream(torch.cuda.Stream())
     report = BenchReport(device_facts())
+    protocol = Protocol(repeats=repeats or 20, bursts=bursts)
     for case in chosen:
-        bench_case(case, wanted, opponents, report, repeats)
+        bench_case(case, wanted, opponents, report, protocol)
         if output is not None:
             partial = output.with_suffix(".part")
             partial.write_text(report.to_json())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from mok_ref.bench.cases import BenchCase
-from mok_ref.bench.check import check_tokens
+from mok_ref.bench.check import check_bits
 from mok_ref.bench.peers import PEERS, BenchInputs, graphed, make_inputs
-from mok_ref.bench.timing import Timing, host_us_per_call, time_contenders
+from mok_ref.bench.timing import Protocol, Timing, host_us_per_call, time_contenders
 
 OURS, OURS_SAVING, OURS_BF16 = "mok_ref", "mok_ref, saving", "mok_ref, bf16 dW"
 SMALL_TOKENS = 512  # up to here everybody is replayed from a CUDA graph
@@ -79,26 +80,21 @@ def _driver_version() -> str:
 class OurLayer:
     """The layer of one case on a device heap of one rank, on torch's current stream."""
 
-    def __init__(self, inputs: BenchInputs, grad_dtype: str = "float32") -> None:
+    def __init__(
+        self, inputs: BenchInputs, grad_dtype: str = "float32", path: str = "auto"
+    ) -> None:
         import cupy
-        import torch
 
         from mok_ref.config import MoEConfig
         from mok_ref.experts import ExpertWeights
         from mok_ref.gpu.workspace import DeviceWorkspace
         from mok_ref.heap.virtual_cuda import VirtualCudaWorld
 
-        case = inputs.case
-        self.config = MoEConfig(
-            case.hidden_size,
-            case.intermediate_size,
-            case.num_experts,
-            case.top_k,
-            grad_dtype=grad_dtype,
-        )
+        case, inner = inputs.case, inputs.case.intermediate_size
+        self._inputs = inputs
+        sizes = (case.hidden_size, inner, case.num_experts, case.top_k)
+        self.config = MoEConfig(*sizes, grad_dtype=grad_dtype)
         self.heap = VirtualCudaWorld(1).heap(0)
-        cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream).use()
-        inner = case.intermediate_size
         self.x, self.dy = _bits(inputs.x), _bits(inputs.dy)
         self.ids = cupy.from_dlpack(inputs.topk_ids)
         self.topk_weights = cupy.from_dlpack(inputs.topk_weights)
@@ -108,22 +104,24 @@ class OurLayer:
             _bits(gate_up[:, inner:].contiguous()),
             _bits(inputs.w_down),
         )
-        self.workspace = DeviceWorkspace(self.config, self.heap, case.num_tokens)
+        with _torch_stream():
+            self.workspace = DeviceWorkspace(self.config, self.heap, case.num_tokens, path=path)
         self.context: Any = None
 
     def forward(self, save: str) -> Any:
         from mok_ref.layer import moe_forward
 
-        y, self.context = moe_forward(
-            self.config,
-            self.heap,
-            self.x,
-            self.ids,
-            self.topk_weights,
-            self.weights,
-            workspace=self.workspace,
-            save=save,
-        )
+        with _torch_stream():
+            y, self.context = moe_forward(
+                self.config,
+                self.heap,
+                self.x,
+                self.ids,
+                self.topk_weights,
+                self.weights,
+                workspace=self.workspace,
+                save=save,
+            )
         return y
 
     def backward(self) -> Any:
@@ -131,11 +129,29 @@ class OurLayer:
         from mok_ref.layer import moe_backward
 
         self.context.used = False
-        return moe_backward(self.context, self.dy)
+        with _torch_stream():
+            return moe_backward(self.context, self.dy)
+
+    @contextmanager
+    def on_portable_path(self) -> Iterator[OurLayer]:
+        """The same layer through the portable kernels."""
+        portable = OurLayer(self._inputs, self.config.grad_dtype, path="portable")
+        try:
+            yield portable
+        finally:
+            portable.close()
 
     def close(self) -> None:
         self.heap.check()
         self.workspace.close()
+
+
+def _torch_stream() -> Any:
+    """CuPy's current stream is torch's (a capture stream too) inside the `with` block."""
+    import cupy
+    import torch
+
+    return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
 
 
 def _bits(tensor: Any) -> Any:
@@ -151,7 +167,7 @@ def bench_case(
     directions: tuple[str, ...],
     peers: tuple[str, ...],
     report: BenchReport,
-    repeats: int = 20,
+    protocol: Protocol,
 ) -> None:
     """Time all contenders of one case and check this layer's bits; adds to `report`."""
     import gc
@@ -161,9 +177,9 @@ def bench_case(
     inputs = make_inputs(case)
     calls = {name: _peer_calls(name, inputs, report) for name in peers}
     rng = np.random.default_rng(0)
-    _bench_layer(inputs, directions, calls, report, rng, repeats)
+    _bench_layer(inputs, directions, calls, report, rng, protocol)
     if "backward" in directions:
-        _bench_bf16_gradients(inputs, calls, report, rng, repeats)
+        _bench_bf16_gradients(inputs, calls, report, rng, protocol)
     del calls, inputs
     gc.collect()
     torch.cuda.empty_cache()
@@ -175,12 +191,12 @@ def _bench_layer(
     calls: dict[str, dict[str, Callable[[], Any]]],
     report: BenchReport,
     rng: np.random.Generator,
-    repeats: int,
+    protocol: Protocol,
 ) -> None:
     """Forward with and without saving, backward with float32 dW, beside all peers."""
     case = inputs.case
     layer = OurLayer(inputs)
-    report.bits[case.name] = check_tokens(layer)
+    report.bits[case.name] = check_bits(layer, protocol.numpy_samples)
     for direction in directions:
         peers = {name: call[direction] for name, call in calls.items() if direction in call}
         ours: dict[str, Callable[[], Any]] = {OURS: layer.backward}
@@ -189,7 +205,7 @@ def _bench_layer(
             ours[OURS_SAVING] = partial(layer.forward, "all")
             report.host_us[case.name] = host_us_per_call(ours[OURS])
         layer.forward("all")
-        _add_rows(case, direction, ours | peers, report, rng, repeats)
+        _add_rows(case, direction, ours | peers, report, rng, protocol)
     layer.close()
 
 
@@ -198,7 +214,7 @@ def _bench_bf16_gradients(
     calls: dict[str, dict[str, Callable[[], Any]]],
     report: BenchReport,
     rng: np.random.Generator,
-    repeats: int,
+    protocol: Protocol,
 ) -> None:
     """Backward that writes dW in bf16, as the peers do, beside the same dense products."""
     layer = OurLayer(inputs, grad_dtype="bf16")
@@ -206,7 +222,7 @@ def _bench_bf16_gradients(
     dense = calls["dense cuBLAS"]["backward"]
     rows = BenchReport(report.device)
     contenders = {OURS_BF16: layer.backward, "dense cuBLAS": dense}
-    _add_rows(inputs.case, "backward", contenders, rows, rng, repeats)
+    _add_rows(inputs.case, "backward", contenders, rows, rng, protocol)
     report.rows += [row for row in rows.rows if row.contender == OURS_BF16]
     layer.close()
 
@@ -228,12 +244,12 @@ def _add_rows(
     contenders: dict[str, Callable[[], Any]],
     report: BenchReport,
     rng: np.random.Generator,
-    repeats: int,
+    protocol: Protocol,
 ) -> None:
     small = case.num_tokens <= SMALL_TOKENS
     if small:
         contenders = {name: _graphed_or_plain(call) for name, call in contenders.items()}
-    timings = time_contenders(contenders, rng, repeats)
+    timings = time_contenders(contenders, rng, protocol)
     dense = timings.get("dense cuBLAS")
     for name, timing in timings.items():
         report.rows.append(_row(case, direction, name, timing, dense, "graph" if small else ""))

@@ -109,7 +109,7 @@ def torch_pipeline(inputs: BenchInputs, compiled: bool) -> dict[str, Callable[[]
         t.detach().clone().requires_grad_()
         for t in (inputs.x, inputs.w_gate_up, inputs.w_down, inputs.topk_weights)
     ]
-    layer = torch_layer
+    layer: Callable[..., Any] = torch_layer
     if compiled:
         import torch._functorch.config as functorch_config
 

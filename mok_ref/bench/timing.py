@@ -13,9 +13,25 @@ from typing import Any
 
 import numpy as np
 
-WARM_SECONDS = 1.2  # of continuous work before a sustained measurement
 SUSTAINED_ROUNDS = 3
-BURSTS, BURST_LAUNCHES, BURST_REST_S = 5, 4, 0.3
+BURST_LAUNCHES = 4
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How much is measured.
+
+    repeats        sustained samples of every contender, at least
+    warm_s         continuous work before sustained samples
+    bursts         groups of 4 launches, each after `burst_rest_s` without work
+    numpy_samples  tokens that NumPy computes again
+    """
+
+    repeats: int = 20
+    warm_s: float = 1.2
+    bursts: int = 5
+    burst_rest_s: float = 0.3
+    numpy_samples: int = 0
 
 
 @dataclass
@@ -30,23 +46,23 @@ class Timing:
 
 
 def time_contenders(
-    contenders: dict[str, Callable[[], Any]], rng: np.random.Generator, repeats: int = 20
+    contenders: dict[str, Callable[[], Any]], rng: np.random.Generator, protocol: Protocol
 ) -> dict[str, Timing]:
-    """Median-ready samples of every contender, at least `repeats` sustained ones each.
+    """Median-ready samples of every contender.
 
-    Sustained: after `WARM_SECONDS` of continuous work, rounds in which the contenders follow each
-    other in random order without a pause. Bursts: 5 x 4 launches with 0.3 s of rest.
+    Sustained: after `warm_s` of continuous work, rounds in which the contenders follow each other
+    in random order without a pause. Bursts: groups of 4 launches with a rest before each.
     """
     results = {name: Timing() for name in contenders}
     estimate = {name: _estimate_ms(call) for name, call in contenders.items()}
-    _work_for(WARM_SECONDS, contenders, estimate)
-    per_round = -(-repeats // SUSTAINED_ROUNDS)
+    _work_for(protocol.warm_s, contenders, estimate)
+    per_round = -(-protocol.repeats // SUSTAINED_ROUNDS)
     for _ in range(SUSTAINED_ROUNDS):
         for name in rng.permutation(list(contenders)):
             results[name].sustained += _launches(contenders[name], per_round, warm=2)
-    for _ in range(BURSTS):
+    for _ in range(protocol.bursts):
         for name in rng.permutation(list(contenders)):
-            time.sleep(BURST_REST_S)
+            time.sleep(protocol.burst_rest_s)
             results[name].bursts += _launches(contenders[name], BURST_LAUNCHES, warm=1)
     return results
 

@@ -33,8 +33,8 @@ TENSOR_MAP = np.dtype((np.uint64, (16,)))
 NUM_PRODUCTS = 4
 
 DGRAD_OPERANDS = (
-    "dy", "x", "d_gate", "d_up", "hw", "w_gate", "w_up", "w_down",
-    "gate_saved", "up_saved", "gate_again", "up_again",
+    "dy", "x", "d_gate", "d_up", "w_gate", "w_up", "w_down", "w_gate_rows", "w_up_rows",
+    "gate_saved", "up_saved", "gate_again", "up_again", "d_gate_out", "d_up_out", "hw_out",
 )  # fmt: skip
 _DGRAD_SIDE = np.dtype([(name, TENSOR_MAP) for name in DGRAD_OPERANDS])
 DGRAD_MAPS = np.dtype([("routed", _DGRAD_SIDE), ("shared", _DGRAD_SIDE)])
@@ -136,16 +136,36 @@ def _dgrad_words(sizes: Any) -> int:
 # ---- tensor maps
 
 
-def encode_map(pointer: int, columns: int, rows: int, batch: int = 1) -> np.ndarray:
-    """Map of a row-major [batch, rows, columns] bf16 array; zeros if there is nothing to map.
+def encode_rows(
+    pointer: int, columns: int, rows: int, batch: int = 1, box_rows: int = TILE_ROWS
+) -> np.ndarray:
+    """Map of a row-major [batch, rows, columns] bf16 array by boxes of `box_rows` rows, 64 columns.
 
-    Box: 64 rows of 64 columns (128 bytes), 128-byte swizzle. Elements outside read as +0 and are
-    not written.
+    For K-major operands and stored tiles. Elements outside read as +0 and are not written. Zeros
+    if there is nothing to map.
     """
     if pointer == 0 or rows * columns * batch == 0:
         return np.zeros(16, np.uint64)
     strides = (2 * columns, 2 * rows * columns)
-    return encode_tiled(pointer, (columns, rows, batch), strides, (64, 64, 1))
+    return encode_tiled(pointer, (columns, rows, batch), strides, (64, box_rows, 1))
+
+
+def encode_columns(
+    pointer: int, columns: int, rows: int, batch: int = 1, boxes: int = 4
+) -> np.ndarray:
+    """Map of a row-major [batch, rows, columns] bf16 array as MN-major operand, K along rows.
+
+    One copy fetches 64 rows of `boxes` blocks of 64 columns, or of one block when the columns are
+    no multiple of 64 (then those outside read as +0).
+    """
+    if pointer == 0 or rows * columns * batch == 0:
+        return np.zeros(16, np.uint64)
+    row, matrix = 2 * columns, 2 * rows * columns
+    if columns % 64:
+        strides = (row, matrix, matrix)
+        return encode_tiled(pointer, (columns, rows, 1, batch), strides, (64, 64, 1, 1))
+    dims = (64, rows, columns // 64, batch)
+    return encode_tiled(pointer, dims, (row, 128, matrix), (64, 64, boxes, 1))
 
 
 def _dgrad_maps(layer: Any, back: Any, again: dict[str, int], own: dict[str, int]) -> np.ndarray:
@@ -154,55 +174,80 @@ def _dgrad_maps(layer: Any, back: Any, again: dict[str, int], own: dict[str, int
     own    addresses of its symmetric x and dy
     again  addresses of gate and up made again, routed and shared
     """
-    H, I = int(layer["hidden_size"]), int(layer["intermediate_size"])  # noqa: E741
-    width, tokens = int(layer["shared_intermediate_size"]), int(layer["num_tokens"])
-    experts, ring = int(layer["num_local_experts"]), int(layer["macro_blocks"]) * ROW_TILE
-    maps = np.zeros(1, DGRAD_MAPS)
-    routed, shared = maps["routed"][0], maps["shared"][0]
-    for name, pointer in (("dy", back["dy_ring"]), ("x", layer["x_ring"])):
-        routed[name] = encode_map(int(pointer), H, ring)
-    for name in ("d_gate", "d_up", "hw"):
-        routed[name] = encode_map(int(back[f"{name}_ring"]), I, ring)
-    for name in ("w_gate", "w_up"):
-        routed[name] = encode_map(int(layer[name]), H, I, experts)
-        shared[name] = encode_map(int(layer[f"shared_{name}"]), H, width)
-    routed["w_down"] = encode_map(int(layer["w_down"]), I, H, experts)
-    shared["w_down"] = encode_map(int(layer["shared_w_down"]), width, H)
+    ring, tokens = int(layer["macro_blocks"]) * ROW_TILE, int(layer["num_tokens"])
+    routed = {name: int(back[f"{name}_ring"]) for name in ("dy", "d_gate", "d_up", "hw")}
+    routed |= {name: int(layer[name]) for name in ("gate_saved", "up_saved")}
+    routed |= {f"{name}_again": again[name] for name in ("gate", "up")}
+    routed["x"] = int(layer["x_ring"])
+    shared = {name: own[name] for name in ("dy", "x")}
+    shared |= {name: int(back[f"shared_{name}"]) for name in ("d_gate", "d_up")}
+    shared["hw"] = int(layer["shared_h"])  # hw = h: the same bits again
     for name in ("gate", "up"):
-        saved = int(layer["max_saved_rows"])
-        routed[f"{name}_saved"] = encode_map(int(layer[f"{name}_saved"]), I, saved)
-        routed[f"{name}_again"] = encode_map(again[name], I, ring)
-        kept = encode_map(again[f"shared_{name}"], width, tokens)
-        shared[f"{name}_saved"] = shared[f"{name}_again"] = kept
-    shared["dy"], shared["x"] = encode_map(own["dy"], H, tokens), encode_map(own["x"], H, tokens)
-    shared["d_gate"] = encode_map(int(back["shared_d_gate"]), width, tokens)
-    shared["d_up"] = encode_map(int(back["shared_d_up"]), width, tokens)
-    shared["hw"] = encode_map(int(layer["shared_h"]), width, tokens)  # hw = h: the same bits again
+        shared[f"{name}_saved"] = shared[f"{name}_again"] = again[f"shared_{name}"]
+    maps = np.zeros(1, DGRAD_MAPS)
+    width, saved = int(layer["intermediate_size"]), int(layer["max_saved_rows"])
+    experts, shared_width = int(layer["num_local_experts"]), int(layer["shared_intermediate_size"])
+    _fill_side(maps["routed"][0], layer, "", routed, width, ring, saved, experts)
+    _fill_side(maps["shared"][0], layer, "shared_", shared, shared_width, tokens, tokens, 1)
     return maps
 
 
+def _fill_side(
+    side: Any,
+    layer: Any,
+    prefix: str,
+    pointers: dict[str, int],
+    width: int,
+    rows: int,
+    saved_rows: int,
+    experts: int,
+) -> None:
+    """The maps of the routed experts or of the shared one."""
+    hidden = int(layer["hidden_size"])
+    for name in ("dy", "x"):
+        side[name] = encode_rows(pointers[name], hidden, rows)
+    for name in ("d_gate", "d_up"):
+        side[name] = encode_rows(pointers[name], width, rows)
+    for name in ("d_gate", "d_up", "hw"):
+        side[f"{name}_out"] = encode_rows(pointers[name], width, rows, box_rows=TILE_ROWS // 2)
+    for name in ("gate", "up"):
+        side[f"{name}_saved"] = encode_rows(pointers[f"{name}_saved"], width, saved_rows)
+        side[f"{name}_again"] = encode_rows(pointers[f"{name}_again"], width, rows)
+        weight = int(layer[f"{prefix}w_{name}"])
+        side[f"w_{name}"] = encode_columns(weight, hidden, width, experts)
+        side[f"w_{name}_rows"] = encode_rows(weight, hidden, width, experts, TILE_COLUMNS)
+    side["w_down"] = encode_columns(int(layer[f"{prefix}w_down"]), width, hidden, experts)
+
+
 def _wgrad_maps(layer: Any, back: Any) -> np.ndarray:
-    """WGRAD_MAPS of the routed experts: products down, gate, up."""
-    H, I = int(layer["hidden_size"]), int(layer["intermediate_size"])  # noqa: E741
-    ring = int(layer["macro_blocks"]) * ROW_TILE
-    x = encode_map(int(layer["x_ring"]), H, ring)
-    inner = [encode_map(int(back[f"{name}_ring"]), I, ring) for name in ("d_gate", "d_up", "hw")]
-    return _product_maps(encode_map(int(back["dy_ring"]), H, ring), x, *inner)
+    """WGRAD_MAPS of the routed experts."""
+    sizes = (int(layer["hidden_size"]), int(layer["intermediate_size"]))
+    names = ("dy_ring", "d_gate_ring", "d_up_ring", "hw_ring")
+    pointers = (*(int(back[name]) for name in names), int(layer["x_ring"]))
+    return _product_maps(sizes, int(layer["macro_blocks"]) * ROW_TILE, pointers)
 
 
 def _chain_maps(layer: Any, back: Any, own: dict[str, int]) -> np.ndarray:
     """WGRAD_MAPS of the shared expert: this rank's tokens."""
-    H, width = int(layer["hidden_size"]), int(layer["shared_intermediate_size"])
-    tokens = int(layer["num_tokens"])
-    pointers = (back["shared_d_gate"], back["shared_d_up"], layer["shared_h"])
-    inner = [encode_map(int(pointer), width, tokens) for pointer in pointers]
-    return _product_maps(*(encode_map(own[name], H, tokens) for name in ("dy", "x")), *inner)
+    sizes = (int(layer["hidden_size"]), int(layer["shared_intermediate_size"]))
+    d_gate, d_up = int(back["shared_d_gate"]), int(back["shared_d_up"])
+    pointers = (own["dy"], d_gate, d_up, int(layer["shared_h"]), own["x"])
+    return _product_maps(sizes, int(layer["num_tokens"]), pointers)
 
 
-def _product_maps(dy: Any, x: Any, d_gate: Any, d_up: Any, hw: Any) -> np.ndarray:
+def _product_maps(sizes: tuple[int, int], num_rows: int, pointers: tuple[int, ...]) -> np.ndarray:
+    """Products down, gate, up: A (M columns, two boxes) and B (N columns, four boxes).
+
+    sizes (H, I); pointers of dy, d_gate, d_up, hw, x
+    """
+    hidden, width = sizes
+    dy, d_gate, d_up, hw, x = pointers
     maps = np.zeros(1, WGRAD_MAPS)
-    maps["rows_out"][0, :3] = [dy, d_gate, d_up]
-    maps["rows_in"][0, :3] = [hw, x, x]
+    for product, pointer in enumerate((dy, d_gate, d_up)):
+        columns = hidden if product == 0 else width
+        maps["rows_out"][0, product] = encode_columns(pointer, columns, num_rows, boxes=2)
+    maps["rows_in"][0, 0] = encode_columns(hw, width, num_rows)
+    maps["rows_in"][0, 1] = maps["rows_in"][0, 2] = encode_columns(x, hidden, num_rows)
     return maps
 
 
@@ -362,7 +407,7 @@ class _State:
     def _dgrad_params(self, layer: Any, back: Any, macro: int) -> np.ndarray:
         params = np.zeros(1, DGRAD_PARAMS)
         params["macro_index"], params["x_in_ring"] = macro, macro == 0
-        params["macro_blocks"], params["mini_blocks"] = layer["macro_blocks"], layer["mini_blocks"]
+        params["macro_blocks"], params["mini_blocks"] = layer["macro_blocks"], _mini_blocks(layer)
         params["shared_saved_rows"] = layer["num_tokens"] if int(layer["shared_gate"]) else 0
         params["shared_blocks"] = _shared_blocks(self.sizes)
         params["counters"] = _address(self.extra["counters"]) + 4 * macro * _dgrad_words(self.sizes)
@@ -407,6 +452,16 @@ class _State:
         macros = num_macrobatches(self.sizes)
         words = macros * _dgrad_words(self.sizes) + index * TICKET_WORDS
         return _address(self.extra["counters"]) + 4 * words
+
+
+def _mini_blocks(layer: Any) -> int:
+    """Row blocks walked together: enough that a step keeps every CTA at work for six tiles.
+
+    A dx tile waits for the hidden tiles of one step before; tickets are drawn two tiles ahead.
+    """
+    widths = (int(layer["hidden_size"]), int(layer["intermediate_size"]))
+    tiles = sum(-(-width // TILE_COLUMNS) for width in widths)  # of one row block
+    return max(int(layer["mini_blocks"]), -(-6 * 132 // tiles))
 
 
 def _address(array: Any) -> int:

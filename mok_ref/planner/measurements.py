@@ -80,7 +80,7 @@ FLOP_FACTORS = {
 
 
 def h200_rows(path: Path = DATA / "h200.toml") -> list[Measurement]:
-    """Rows given in TFLOP/s; the prototype's rows of fitted shapes may be fitted."""
+    """Rows given in TFLOP/s per GPU; the prototype's rows of fitted shapes may be fitted."""
     result = []
     for row in tomllib.loads(path.read_text(encoding="utf-8"))["rows"]:
         flops = FLOP_FACTORS[row["what"]] * row["T"] * row["K"] * row["H"] * row["I"]
@@ -94,6 +94,7 @@ def h200_rows(path: Path = DATA / "h200.toml") -> list[Measurement]:
                 ms=flops / row["tflops"] / 1e9,
                 source=row["source"],
                 routing=row["routing"],
+                ranks=row.get("ranks", 1),
                 role="fit" if is_fit else "held out",
             )
         )
