@@ -21,8 +21,8 @@ struct ChainTickets {
     if (ticket >= static_cast<u32>(c.params.end_tile - c.params.first_tile)) return LocatedTile{};
     const WgradTile tile = wgrad_tile(c.params, c.params.first_tile + static_cast<i32>(ticket));
     const i32 begin = c.params.accumulate ? kBeginStart : kBeginZero;
-    return LocatedTile{weight_task(c.params, tile, 0, c.params.num_rows, flags_of(tile.product, begin, kEndFloat32, 0, 0)),
-                       0};
+    const i32 flags = flags_of(tile.product, begin, kEndFloat32, 0, 0);
+    return LocatedTile{weight_task(c.params, tile, 0, c.params.num_rows, flags), 0};
   }
 };
 

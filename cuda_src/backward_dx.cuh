@@ -3,8 +3,7 @@
 //   dx_r = bf16(tc([d_gate | d_up], [W_gate ; W_up]^T))  ->  combine_peer[peer_rank[r]][peer_row[r]]
 //
 // The same store serves dx of the shared expert, gate and up that are made again, and weight gradients: only the
-// row addresses differ. Ordinary stores from the multiplying warps themselves wait for nobody, which made the
-// short tiles of fine-grained experts faster than staging for TMA.
+// row addresses differ.
 // NumPy twin: mok_ref/experts.py: expert_backward; mok_ref/dispatch.py: push_rows.
 // Executed by: the 8 multiplying warps, 16 rows each; every warp turns its fragment into rows through 4 KB of
 // shared memory of its own, 64 columns at a time, and stores 128 contiguous bytes per row.

@@ -8,7 +8,8 @@
 // macrobatch. A chain whose expert goes on in the next macrobatch is stored as float32 (in dW itself when that is
 // float32, else in a buffer for straddling chains) and continued there: the bits are those of an unbroken chain.
 // An expert without rows: +0 everywhere, or left alone when gradients accumulate.
-// K runs in groups of 16 to the last route; rows behind it are +0 in both operands.
+// K runs in groups of 16 to the last route, a single k-block of 64 whole; rows behind the last route are +0 in both
+// operands as far as K runs.
 // Reads: rings written by the dgrad kernel before it in the stream. Writes: dW. Synchronisation: tickets only.
 #pragma once
 #include "backward_dx.cuh"
@@ -312,6 +313,25 @@ MOK_DEVICE void store_float32(const float (&d)[128], const WgradContext& c, cons
   store_rows_float32(d, c.layout.staging(threadIdx.x / kWarpSize - 4), target, task.column, columns);
 }
 
+// Accumulators of a tile's chain, over all its k-blocks; `pending` leaves meanwhile.
+MOK_DEVICE void run_chain(float (&d)[128], const WgradContext& c, const TileTask& task, StageCursor& stage, i32 group,
+                          u32 staging, PendingTile& pending) {
+  const i32 resumed = begin_of(task.flags) != kBeginZero;
+  if (resumed) {
+    pending.store_all(staging);
+    begin_chain(d, c, task);
+    pending.clear();
+  } else if (task.depth == 0) {
+#pragma unroll
+    for (i32 i = 0; i < 128; ++i) d[i] = 0.0f;
+  }
+  if (task.depth > 0) {
+    multiply_groups<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed,
+                                            [&] { pending.store_next(staging); });
+  }
+  pending.store_all(staging);
+}
+
 MOK_DEVICE void multiply_wgrad(const WgradContext& c, i32 group) {
   StageCursor stage;
   TaskCursor queue;
@@ -321,30 +341,19 @@ MOK_DEVICE void multiply_wgrad(const WgradContext& c, i32 group) {
   while (true) {
     const TileTask task = read_task(c.layout, queue);
     if (task.kind == kTaskEnd) break;
-    release_task(c.layout, queue);
     if (task.valid <= 64 * group) {
+      release_task(c.layout, queue);
       skip_stages(c.layout, stage, ceil_div(task.depth, kDepthBlock / kChainStep));
       continue;
     }
     float d[128];
-    const i32 resumed = begin_of(task.flags) != kBeginZero;
-    if (resumed) {
-      pending.store_all(staging);
-      begin_chain(d, c, task);
-      pending.clear();
-    } else if (task.depth == 0) {
-#pragma unroll
-      for (i32 i = 0; i < 128; ++i) d[i] = 0.0f;
-    }
-    if (task.depth > 0) {
-      multiply_groups<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed,
-                                              [&] { pending.store_next(staging); });
-    }
-    pending.store_all(staging);
-    if (end_of(task.flags) == kEndBf16) {
-      keep_bf16(d, c, task, pending);
+    run_chain(d, c, task, stage, group, staging, pending);
+    const TileTask finished = read_task(c.layout, queue);  // again, rather than in registers all the while
+    release_task(c.layout, queue);
+    if (end_of(finished.flags) == kEndBf16) {
+      keep_bf16(d, c, finished, pending);
     } else {
-      store_float32(d, c, task);
+      store_float32(d, c, finished);
       pending.clear();
     }
   }

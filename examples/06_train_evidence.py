@@ -2,7 +2,7 @@
 
     python examples/06_train_evidence.py bits       # same loss bits on 1, 2, 4, 8 ranks, mpiexec,
                                                     # and after kill -9 and resume
-    python examples/06_train_evidence.py compare    # mixture, ordinary mixture, dense; 3 seeds
+    python examples/06_train_evidence.py compare    # mixture, ordinary mixture, dense; 6 seeds
     python examples/06_train_evidence.py collapse   # alarm, action, recovery
     python examples/06_train_evidence.py effects    # unlocking, capacity, litters
     python examples/06_train_evidence.py page       # tables and pictures from the stored numbers
@@ -228,7 +228,7 @@ def active_multiply_adds(model: ModelConfig) -> int:
     return model.num_layers * block + 256 * h
 
 
-def compare(seeds: int = 3) -> None:
+def compare(seeds: int = 6) -> None:
     """Validation loss at equal steps, three models, several seeds."""
     results = stored("compare") or {}
     for seed in range(seeds):

@@ -151,6 +151,23 @@ def test_dx_is_one_chain_with_padded_halves(inner: int) -> None:
     assert np.array_equal(chain, joined) == (inner == 16)
 
 
+def test_gate_half_comes_first() -> None:
+    """Rounding to bf16 hides most of it: 64,000 outputs, of which some show the order."""
+    rng = np.random.default_rng(7)
+    config = MoEConfig(64, 16, 1, 1)
+    gate, up = (bf16(rng.standard_normal((1000, 16))) for _ in range(2))
+    dy, weight = bf16(rng.standard_normal((1000, 64))), np.ones(1000, np.float32)
+    shapes = ((16, 64), (16, 64), (64, 16))
+    weights = ExpertWeights(*(bf16(rng.standard_normal(shape)) for shape in shapes))
+    back = expert_backward(config, gate, up, dy, weights, weight)
+    halves = [(back.d_gate, weights.gate.T), (back.d_up, weights.up.T)]
+    chains = []
+    for (first, w_first), (second, w_second) in (halves, halves[::-1]):
+        chains.append(bf16(tc(second, w_second, tc(first, w_first))))
+    assert_bitwise_equal(back.dx, chains[0])
+    assert (chains[0] != chains[1]).any()
+
+
 def test_weight_gradient_continues() -> None:
     rng = np.random.default_rng(5)
     rows_out, rows_in = (bf16(rng.standard_normal((50, n))) for n in (6, 7))

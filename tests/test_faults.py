@@ -345,14 +345,14 @@ def test_late_rank_is_named() -> None:
     def work(heap: Any) -> None:
         heap.barrier("the first meeting")
         if heap.rank == 2:
-            time.sleep(1.5)
+            time.sleep(8)
             return
         heap.barrier("the second meeting")
 
     started = time.monotonic()
     with pytest.raises(HeapError) as caught:
         run_ranks(3, work, timeout_s=0.3)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 6  # the sleeper is left behind
     message = str(caught.value)
     assert message.startswith(("rank 0 waited", "rank 1 waited"))
     assert "in the second meeting, epoch 2, for rank 2" in message

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from oracles import bf16, exp_by_fractions, float32_nearest, fraction
 
-from mok_ref.numerics import as_values
+from mok_ref.numerics import as_values, sigmoid
 from mok_ref.swiglu import clamp, swiglu_backward, swiglu_forward, weighted_h
 from mok_ref.testing import assert_bitwise_equal, random_bf16
 
@@ -95,6 +95,27 @@ def test_every_bf16_gate() -> None:
     exact = 1.5 * wide / (1 + np.exp(-wide))
     tolerance = (2.0**-8 + 7 * 2.0**-24) * np.abs(exact) + 2.0**-133  # one bf16 subnormal step
     assert (np.abs(swiglu_forward(gate, up) - exact) <= tolerance).all()
+
+
+def test_order_of_products() -> None:
+    """A million elements, since bf16 hides most of the order; each other one shows somewhere."""
+    g, u, d = (v.reshape(-1) for v in make(6, 1 << 20))
+    s = sigmoid(g)
+    slope = s * (1 + g * (1 - s))
+    h = swiglu_forward(g, u)
+    d_gate, d_up = swiglu_backward(g, u, d)
+    for ours, right, others in (
+        (h, (g * s) * u, [g * (s * u), (g * u) * s]),
+        (d_up, d * (g * s), [(d * g) * s, (d * s) * g]),
+        (
+            d_gate,
+            (d * u) * slope,
+            [d * (u * slope), (d * slope) * u, (d * u) * (s + g * s * (1 - s))],
+        ),
+    ):
+        assert_bitwise_equal(ours, bf16(right))
+        for other in others:
+            assert (ours != bf16(other)).any()
 
 
 # --------------------------------------------------------------------------- invariants

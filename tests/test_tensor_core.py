@@ -79,6 +79,17 @@ def test_mixed_exponents_and_subnormal_results() -> None:
     assert ((tiny != 0) & (np.abs(tiny) < 2.0**-126)).any()
 
 
+@pytest.mark.parametrize("exponents", [range(-150, -84), range(88, 127)], ids=["low", "high"])
+def test_every_alignment_exponent(exponents: range) -> None:
+    """A tile whose products all lie near 2^e, with small ones below: both ways to add meet here."""
+    rng = np.random.default_rng(23)
+    for e in exponents:
+        small = 2.0 ** -rng.integers(0, 12, (5, 16))
+        a = to_bf16((rng.standard_normal((5, 16)) * small * 2.0 ** (e // 2)).astype(np.float32))
+        b = to_bf16((rng.standard_normal((4, 16)) * 2.0 ** (e - e // 2)).astype(np.float32))
+        assert_bitwise_equal(tc(a, b), tc_exact(a, b), f"{e=}")
+
+
 def test_single_products_exhaustively() -> None:
     """Every bf16 with 60 others: one product has 16 bits, so only range can cut it."""
     values = bits_to_bf16(np.arange(65536, dtype=np.uint16))

@@ -89,6 +89,9 @@ WGRAD_PARAMS = np.dtype(
 
 FLOAT32_GRADIENT, BF16_GRADIENT = 0, 1
 
+_FORWARD_ONLY = ("x_in", "ids_in", "weights_in", "y")
+_EPILOGUE_ONLY = ("dy_in", "dx", "d_topk_weights", "router_dx")
+
 
 class ExtraBuffer(NamedTuple):
     """One array that only these kernels use."""
@@ -356,12 +359,15 @@ class _State:
 
     def plan(self, layer: np.ndarray, back: np.ndarray) -> Plan:
         """The launches for the arrays named in the blocks, made at their first use."""
+        layer, back = layer.reshape(1).copy(), back.copy()
+        for block, names in ((layer, _FORWARD_ONLY), (back, _EPILOGUE_ONLY)):
+            for name in names:
+                block[name] = 0  # new at every call and of no concern to these kernels
         key = layer.tobytes() + back.tobytes()
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= self.MAX_CACHED:
                 self._plans.pop(next(iter(self._plans)))
-            layer, back = layer.reshape(1).copy(), back.copy()
             routed = self._routed_launches(layer, back)
             shared = int(layer["shared_intermediate_size"][0]) > 0
             chain = self._chain_launches(layer, back) if shared else []

@@ -394,7 +394,7 @@ class Model:
         if config.ffn == "ordinary":
             ordinary = ordinary_backward(block.context, dy)
             experts.append({p: getattr(ordinary, f"dw_{p}") for p in PARTS})
-            return add(ordinary.dx, router_share(ordinary.d_topk_weights))
+            return to_bf16(add(ordinary.dx, router_share(ordinary.d_topk_weights)))
         grads = moe_backward(block.context, as_bits(dy), router_share=router_share)
         experts.append({p: getattr(grads, f"dw_{p}") for p in PARTS})
         if config.shared_intermediate:

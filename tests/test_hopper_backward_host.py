@@ -1,0 +1,134 @@
+"""Host side of the Hopper backward path: sizes, structs, maps and rules that need no GPU."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mok_ref.config import MoEConfig
+from mok_ref.gpu import compiler, hopper_backward
+from mok_ref.gpu.params import BACKWARD_PARAMS, LAYER_PARAMS, new_params
+from mok_ref.gpu.workspace import derive_sizes
+
+
+def header(name: str) -> str:
+    return (compiler.cuda_source_dir() / name).read_text(encoding="utf-8")
+
+
+def compiles(body: str) -> None:
+    """Compile a few lines behind the kernels' headers; a failing static_assert raises."""
+    core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    options = core.ProgramOptions(
+        arch="sm_90a", std="c++17", include_path=[str(compiler.cuda_source_dir())]
+    )
+    includes = '#include "backward_pipeline.cuh"\n#include "backward_params.cuh"\n'
+    core.Program(f"{includes}namespace mok {{ {body} }}", "c++", options).compile("cubin")
+
+
+def declared_maps(struct: str) -> list[str]:
+    text = header("backward_params.cuh")
+    found = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.DOTALL)
+    assert found is not None
+    lines = re.findall(r"TensorMap ([^;]+);", found.group(1))
+    return [name.strip().split("[")[0] for line in lines for name in line.split(",")]
+
+
+def test_maps_are_in_the_order_of_the_kernels_structs() -> None:
+    assert declared_maps("DgradOperands") == list(hopper_backward.DGRAD_OPERANDS)
+    assert declared_maps("WgradMaps") == list(hopper_backward.WGRAD_MAPS.names or ())
+
+
+@pytest.mark.parametrize("struct", ["DgradParams", "WgradParams", "DgradMaps", "WgradMaps"])
+def test_struct_sizes_are_those_of_the_compiler(struct: str) -> None:
+    dtype = {
+        "DgradParams": hopper_backward.DGRAD_PARAMS,
+        "WgradParams": hopper_backward.WGRAD_PARAMS,
+        "DgradMaps": hopper_backward.DGRAD_MAPS,
+        "WgradMaps": hopper_backward.WGRAD_MAPS,
+    }[struct]
+    compiles(f"static_assert(sizeof({struct}) == {dtype.itemsize});")
+
+
+@pytest.mark.parametrize("struct", ["DgradParams", "WgradParams"])
+def test_fields_are_in_the_order_of_the_kernels_structs(struct: str) -> None:
+    text = re.search(rf"struct {struct} \{{(.*?)\n\}};", header("backward_params.cuh"), re.DOTALL)
+    assert text is not None
+    names = re.findall(r"^\s+(?:const )?\w+\*? (\w+)(?:\[\w+\])?;", text.group(1), re.MULTILINE)
+    dtype = getattr(hopper_backward, {"DgradParams": "DGRAD_PARAMS"}.get(struct, "WGRAD_PARAMS"))
+    assert names == list(dtype.names)
+
+
+def test_shared_memory_and_threads_are_what_the_kernels_were_compiled_for() -> None:
+    compiles(f"static_assert(kSharedBytes == {hopper_backward.SHARED_BYTES});")
+    compiles(f"static_assert(kThreads == {hopper_backward.THREADS});")
+
+
+@pytest.mark.slow
+def test_dgrad_compiles_without_spills(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    monkeypatch.setenv("MOK_REF_CACHE", str(tmp_path))
+    path = compiler.compile_cubin(hopper_backward.SOURCE)
+    usage = {kernel.name: kernel for kernel in compiler.resource_usage(path)}
+    for name in ("moe_dgrad_hopper", "moe_dgrad_clamp_hopper"):
+        assert usage[name].spill_store_bytes == usage[name].spill_load_bytes == 0
+    assert all(kernel.registers * hopper_backward.THREADS <= 65536 for kernel in usage.values())
+
+
+@pytest.fixture
+def encoded(monkeypatch) -> list[tuple[Any, ...]]:
+    """Arguments of every tensor map that would be encoded."""
+    calls: list[tuple[Any, ...]] = []
+
+    def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> np.ndarray:
+        calls.append((pointer, dims, strides, box))
+        return np.full(16, len(calls), np.uint64)
+
+    monkeypatch.setattr(hopper_backward, "encode_tiled", encode)
+    return calls
+
+
+@pytest.mark.parametrize("columns", [8, 56, 64, 72, 256, 2880])
+def test_maps_obey_the_copy_engines_rules(columns: int, encoded) -> None:
+    hopper_backward.encode_rows(1 << 20, columns, 37, 3)
+    hopper_backward.encode_columns(1 << 20, columns, 37, 3)
+    for _, dims, strides, box in encoded:
+        assert len(dims) == len(box) == len(strides) + 1
+        assert all(stride % 16 == 0 and stride < 1 << 40 for stride in strides)
+        assert box[0] * 2 == 128  # the span of the 128-byte swizzle
+        assert all(1 <= extent <= 256 for extent in box)
+        assert np.prod(dims, dtype=np.int64) == 3 * 37 * columns  # the whole array, nothing else
+
+
+def test_nothing_to_map_is_zeros(encoded) -> None:
+    assert not hopper_backward.encode_rows(0, 64, 64).any()
+    assert not hopper_backward.encode_columns(1 << 20, 64, 0).any()
+    assert encoded == []
+
+
+@pytest.mark.parametrize("hidden, inner", [(7168, 2048), (2048, 768), (16, 16), (4096, 14336)])
+def test_a_step_keeps_every_cta_at_work(hidden: int, inner: int) -> None:
+    layer = new_params(LAYER_PARAMS, hidden_size=hidden, intermediate_size=inner, mini_blocks=1)
+    tiles = -(-hidden // 256) + -(-inner // 256)
+    blocks = hopper_backward._mini_blocks(layer)
+    assert blocks * tiles >= 6 * 132 > (blocks - 1) * tiles
+
+
+def test_launches_cover_the_worst_routing() -> None:
+    config = MoEConfig(64, 64, 8, 2, macrobatch=256, grad_dtype="bf16")
+    sizes = derive_sizes(config, 0, 1000)
+    macros = hopper_backward.num_macrobatches(sizes)
+    assert macros * sizes.macro_blocks >= sizes.max_row_blocks > (macros - 1) * sizes.macro_blocks
+    extra = hopper_backward.extra_buffers(config, sizes)
+    assert extra["straddling"].shape == (3, 2, 64, 64)
+    once = derive_sizes(MoEConfig(64, 64, 8, 2, grad_dtype="bf16"), 0, 1000)
+    whole = SimpleNamespace(**once._asdict() | {"macro_blocks": once.max_row_blocks})
+    assert hopper_backward.extra_buffers(config, whole)["straddling"].shape[1] == 0
+
+
+def test_plan_ignores_what_changes_at_every_call() -> None:
+    assert set(hopper_backward._FORWARD_ONLY) <= set(LAYER_PARAMS.names or ())
+    assert set(hopper_backward._EPILOGUE_ONLY) <= set(BACKWARD_PARAMS.names or ())
