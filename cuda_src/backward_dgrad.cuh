@@ -123,10 +123,7 @@ MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, Sta
       stmatrix_x4(at + kHalfStage, pair[0].d_up, pair[1].d_up, pair[2].d_up, pair[3].d_up);
       stmatrix_x4(at + 2 * kHalfStage, pair[0].hw, pair[1].hw, pair[2].hw, pair[3].hw);
     }
-    fence_proxy_async_shared();
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(layout.piece_full(group, chunk));
-    cursor.advance();
+    // Before the arrival: the storing warp's release of hidden_ready covers these sums too.
     if (chunk & 1) {
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
@@ -135,6 +132,10 @@ MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, Sta
         dot[r] = 0.0f;
       }
     }
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(layout.piece_full(group, chunk));
+    cursor.advance();
   }
 }
 

@@ -37,9 +37,8 @@ def test_links_and_named_files_exist(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        if not target.exists():
-            bad.append(link)
-        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+        missing = not target.exists()
+        if missing or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
             bad.append(link)
     bad += [name for name in NAMED.findall(text) if "{" not in name and not (ROOT / name).exists()]
     assert bad == []
@@ -78,7 +77,7 @@ def test_howto_compares_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         return {**tensors, "dx": tensors["y"]} if swapped else tensors
 
     exec(compile(code, "howto.md", "exec"), {"my_layer": layer})
-    with pytest.raises(AssertionError, match="dx: .* differ, first at"):
+    with pytest.raises(AssertionError, match=r"dx: .* differ, first at"):
         exec(compile(code, "howto.md", "exec"), {"my_layer": lambda case: layer(case, True)})
 
 
@@ -102,3 +101,12 @@ def test_howto_quotes_real_messages() -> None:
     slot = 5 * 2 + 1
     for message in (barrier, timeout_message(record), input_message(slot << 32 | 8, 2, 0)):
         assert f"`{message}`" in HOWTO
+
+
+def test_walk_quotes_the_shared_memory_of_the_launcher() -> None:
+    from mok_ref.gpu import hopper
+
+    page = (ROOT / "docs" / "kernel_walk.md").read_text(encoding="utf-8")
+    assert hopper.THREADS == 384
+    for number in (hopper.SHARED_BYTES, hopper.STAGES * hopper.STAGE_BYTES, hopper.STAGING_BYTES):
+        assert f" {number:,} " in page

@@ -36,7 +36,7 @@ def test_stored_bits_are_equal_for_every_run(evidence) -> None:
     for group in ("runs", "dense_runs"):
         assert len(values[group]) >= 5
         assert len({row["last"] for row in values[group]}) == 1
-    assert all(row["steps_equal"] == evidence.BITS_STEPS for row in values["runs"])
+        assert all(row["steps_equal"] == row["steps_computed"] > 0 for row in values[group])
 
 
 @pytest.mark.slow

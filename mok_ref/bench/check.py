@@ -38,7 +38,7 @@ def _outputs(layer: Any) -> dict[str, Any]:
     """y and all gradients, on the device; they live in the layer's workspace."""
     y = layer.forward("all")
     gradients = layer.backward()
-    layer.heap.check()
+    layer.synchronize()
     return {"y": y} | {n: value for n, value in vars(gradients).items() if value is not None}
 
 

@@ -141,8 +141,15 @@ class OurLayer:
         finally:
             portable.close()
 
-    def close(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for torch's stream, where the layer runs, and raise what the device reported."""
+        import torch
+
+        torch.cuda.synchronize()
         self.heap.check()
+
+    def close(self) -> None:
+        self.synchronize()
         self.workspace.close()
 
 
