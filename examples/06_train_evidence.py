@@ -375,7 +375,6 @@ def measure(records: list[Record]) -> Record:
         "variance": layer("utilisation_variance"),
         "overflow": layer("overflow"),
         "ranks_touched": layer("ranks_touched"),
-        "jitter_first_48": float(np.std(np.diff(losses[:48]))),
         "alarm_steps": sum(bool(r["alarms"]) for r in records),
     }
     unlocks = [r["step"] for r in records if any("unlock" in a for a in r["actions"])]
@@ -447,8 +446,8 @@ def bits_rows(table: Any) -> list[str]:
 
 
 def compare_section(values: Any) -> list[str]:
-    models = list(dict.fromkeys(key.split("/")[0] for key in values))
-    seeds = sorted({int(key.split("/")[1]) for key in values})
+    models = list(compare_configs(0))
+    seeds = complete_seeds(values)
     last = {m: [values[f"{m}/{s}"]["valid"][-1][1] for s in seeds] for m in models}
     steps = values[f"{models[0]}/0"]["valid"][-1][0]
     lines = [
@@ -473,18 +472,27 @@ def compare_section(values: Any) -> list[str]:
     return [*lines, "", *verdicts(last), "", "![validation loss](images/training_compare.png)", ""]
 
 
+def complete_seeds(values: Any) -> list[int]:
+    """Seeds that every model has run."""
+    found = sorted({int(key.split("/")[1]) for key in values})
+    return [s for s in found if all(f"{m}/{s}" in values for m in compare_configs(0))]
+
+
 def verdicts(last: dict[str, list[float]]) -> list[str]:
-    """The two statements, computed: equal within two standard errors; better than dense."""
-    means = {m: spread(v) for m, v in last.items()}
-    pairs = (("mixture", "ordinary mixture"), ("mixture", "dense"))
+    """The two statements, computed: equal within two standard errors; better than dense.
+
+    Seeds share data and starting weights between models, so the difference is taken per seed too.
+    """
     out = []
-    for a, b in pairs:
-        difference = means[a][0] - means[b][0]
-        error = (means[a][1] ** 2 + means[b][1] ** 2) ** 0.5
+    for a, b in (("mixture", "ordinary mixture"), ("mixture", "dense")):
+        (mean_a, error_a), (mean_b, error_b) = spread(last[a]), spread(last[b])
+        difference, error = mean_a - mean_b, (error_a**2 + error_b**2) ** 0.5
         word = "within" if abs(difference) <= 2 * error else "outside"
-        out.append(
-            f"{a} − {b}: {difference:+.4f}, standard error {error:.4f}: {word} two standard errors."
-        )
+        paired, paired_error = spread([x - y for x, y in zip(last[a], last[b])])
+        out += [
+            f"* {a} − {b}: {difference:+.4f}, standard error {error:.4f}: {word} two standard "
+            f"errors. Per seed: {paired:+.4f} ± {paired_error:.4f}."
+        ]
     return out
 
 
@@ -513,7 +521,7 @@ def collapse_section(values: Any) -> list[str]:
 
 
 EFFECT_COLUMNS = {
-    "unlocking": ("valid", "variance", "jitter_first_48", "jump_at_unlock", "alarm_steps"),
+    "unlocking": ("valid", "variance", "jump_at_unlock", "alarm_steps"),
     "capacity": ("valid", "overflow", "factor", "variance"),
     "litters": ("valid", "ranks_touched", "entropy"),
 }
@@ -524,8 +532,8 @@ EFFECT_TITLES = {
 }
 EFFECT_NOTES = {
     "unlocking": "variance: of the load over the mean load, second half of the run; "
-    "jitter_first_48: spread of the loss's change from step to step in the first 48 steps; "
-    "jump_at_unlock: mean loss of the 5 steps after an unlock minus the 5 before.",
+    "jump_at_unlock: mean loss of the 5 steps after an unlock minus the 5 before; alarm_steps: "
+    "steps with any alarm.",
     "capacity": "overflow: share of routes dropped, second half of the run; factor: mean capacity "
     "factor at the end.",
     "litters": "16 experts on 4 ranks, 4 experts per token; litter g lives on rank g.",
@@ -559,9 +567,7 @@ def draw_compare(values: Any) -> None:
     pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for color, model in zip(("tab:blue", "tab:orange", "tab:green"), compare_configs(0)):
-        runs = [v["valid"] for k, v in values.items() if k.startswith(f"{model}/")]
-        if not runs:
-            continue
+        runs = [values[f"{model}/{seed}"]["valid"] for seed in complete_seeds(values)]
         losses = np.array([[loss for _, loss in r] for r in runs])
         steps = [step for step, _ in runs[0]]
         error = losses.std(axis=0, ddof=1) / len(runs) ** 0.5 if len(runs) > 1 else 0

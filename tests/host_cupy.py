@@ -157,6 +157,7 @@ def make_module() -> types.ModuleType:
     module = types.ModuleType("cupy")
     stream = Stream()
     runtime = types.SimpleNamespace(
+        getDeviceProperties=lambda index: {"name": b"host"},
         getDeviceCount=lambda: 1,
         malloc=_malloc,
         free=_free,

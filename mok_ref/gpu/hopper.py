@@ -16,6 +16,7 @@ import numpy as np
 
 from mok_ref.config import ROW_TILE
 from mok_ref.gpu.compiler import load_kernel
+from mok_ref.gpu.params import by_value
 
 SOURCE = "megakernel.cu"
 KERNEL = "moe_forward_hopper"
@@ -198,7 +199,7 @@ class ForwardKernel:
         if found is None:
             if len(self._maps) >= self.MAX_CACHED:
                 self._maps.pop(next(iter(self._maps)))
-            found = self._maps[key] = encode_forward_maps(params, x)
+            found = self._maps[key] = by_value(encode_forward_maps(params, x))
         return found
 
     def launch(self, params: np.ndarray, x: int, stream: Any = None) -> None:
@@ -212,7 +213,7 @@ class ForwardKernel:
         kernel = self.load()
         ctas = self.num_ctas or _num_multiprocessors(cupy.cuda.runtime.getDevice())
         ctas = max(1, ctas // self.cluster_size) * self.cluster_size
-        arguments = (params.reshape(1), self.maps(params, x))
+        arguments = (by_value(params), self.maps(params, x))
         kernel((ctas,), (THREADS,), arguments, shared_mem=SHARED_BYTES, stream=stream)
 
 

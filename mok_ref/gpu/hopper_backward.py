@@ -16,7 +16,7 @@ import numpy as np
 from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.gpu.compiler import load_kernel
 from mok_ref.gpu.hopper import encode_tiled
-from mok_ref.gpu.params import SYMMETRIC_BUFFERS
+from mok_ref.gpu.params import SYMMETRIC_BUFFERS, by_value
 
 SOURCE = "megakernel_backward.cu"
 THREADS = 384
@@ -382,10 +382,10 @@ class _State:
         launches: list[tuple[str, tuple[Any, ...]]] = []
         for macro in range(num_macrobatches(self.sizes)):
             params = self._dgrad_params(layer[0], back, macro)
-            launches.append((dgrad, (layer, params, dgrad_maps)))
+            launches.append((dgrad, _arguments(layer, params, dgrad_maps)))
             if layer["num_local_experts"][0]:
                 params = self._wgrad_params(layer[0], back, macro)
-                launches.append(("moe_wgrad_hopper", (layer, params, wgrad_maps)))
+                launches.append(("moe_wgrad_hopper", _arguments(layer, params, wgrad_maps)))
         return launches
 
     def _chain_launches(self, layer: Any, back: Any) -> list[tuple[Any, ...]]:
@@ -399,7 +399,7 @@ class _State:
         groups = min(len(self.chain_addresses), tiles)
         bounds = [group * tiles // groups for group in range(groups + 1)]
         return [
-            (layer, self._chain_params(layer[0], back, group, bounds), maps)
+            _arguments(layer, self._chain_params(layer[0], back, group, bounds), maps)
             for group in range(groups)
         ]
 
@@ -484,3 +484,8 @@ def _num_multiprocessors() -> int:
 
     device = cupy.cuda.runtime.getDevice()
     return int(cupy.cuda.runtime.deviceGetAttribute(16, device))  # MultiProcessorCount
+
+
+def _arguments(*blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Kernel arguments by value, copied: a plan outlives the blocks it was made from."""
+    return tuple(by_value(block.copy()) for block in blocks)

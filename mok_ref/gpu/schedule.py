@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mok_ref.gpu.compiler import load_kernel
-from mok_ref.gpu.params import SCHEDULE_INFO
+from mok_ref.gpu.params import SCHEDULE_INFO, by_value
 from mok_ref.gpu.workspace import CHUNK_TOKENS
 from mok_ref.schedule import Schedule
 
@@ -47,13 +47,13 @@ _WARP_WORDS = ("schedule_count", "schedule_fill")
 def launch_stage_inputs(workspace: Any, params: np.ndarray) -> None:
     """The caller's arrays into this rank's symmetric buffers; ids and weights are checked."""
     words = int(params["num_tokens"]) * max(int(params["hidden_size"]) // 8, int(params["top_k"]))
-    _kernel("stage_inputs")((_ctas(words),), (THREADS,), (params,))
+    _kernel("stage_inputs")((_ctas(words),), (THREADS,), (by_value(params),))
 
 
 def launch_stage_dy(workspace: Any, params: np.ndarray, back: np.ndarray) -> None:
     """dy into its symmetric buffer."""
     words = int(params["num_tokens"]) * int(params["hidden_size"]) // 8
-    _kernel("stage_dy")((_ctas(words),), (THREADS,), (params, back))
+    _kernel("stage_dy")((_ctas(words),), (THREADS,), (by_value(params), by_value(back)))
 
 
 def launch_schedule(workspace: Any, params: np.ndarray) -> None:
@@ -61,15 +61,16 @@ def launch_schedule(workspace: Any, params: np.ndarray) -> None:
     sizes, size = workspace.sizes, workspace.heap.size
     words = sizes.max_tokens * workspace.config.top_k
     blocks = 1 if size == 1 else max(1, min(32, -(-words // (4 * THREADS))))
-    _kernel("gather_routes")((blocks, size), (THREADS,), (params,))
+    block = by_value(params)
+    _kernel("gather_routes")((blocks, size), (THREADS,), (block,))
     warps, smem = _schedule_smem(workspace)
     chunks = sizes.segments * sizes.chunks
     tasks = chunks + int(params["num_local_experts"])
     _kernel("schedule_count", smem)(
-        (-(-chunks // warps),), (32 * warps,), (params,), shared_mem=smem
+        (-(-chunks // warps),), (32 * warps,), (block,), shared_mem=smem
     )
-    _kernel("schedule_scan")((1,), (1024,), (params,))
-    _kernel("schedule_fill", smem)((-(-tasks // warps),), (32 * warps,), (params,), shared_mem=smem)
+    _kernel("schedule_scan")((1,), (1024,), (block,))
+    _kernel("schedule_fill", smem)((-(-tasks // warps),), (32 * warps,), (block,), shared_mem=smem)
 
 
 def launch_combine(workspace: Any, params: np.ndarray) -> None:
@@ -77,14 +78,18 @@ def launch_combine(workspace: Any, params: np.ndarray) -> None:
     vector = _vector(params)
     words = int(params["num_tokens"]) * int(params["hidden_size"]) // vector
     if words:
-        _kernel(f"combine_forward_{vector}")((-(-words // THREADS),), (THREADS,), (params,))
+        _kernel(f"combine_forward_{vector}")(
+            (-(-words // THREADS),), (THREADS,), (by_value(params),)
+        )
 
 
 def dispatch_d_weights(workspace: Any, params: np.ndarray, back: np.ndarray) -> None:
     """d_topk_weights of this rank's tokens; after a barrier between ranks."""
     words = int(params["num_tokens"]) * int(params["top_k"])
     if words:
-        _kernel("dispatch_d_weights")((_ctas(words),), (THREADS,), (params, back))
+        _kernel("dispatch_d_weights")(
+            (_ctas(words),), (THREADS,), (by_value(params), by_value(back))
+        )
 
 
 def launch_dispatch_backward(workspace: Any, params: np.ndarray, back: np.ndarray) -> None:
@@ -92,7 +97,9 @@ def launch_dispatch_backward(workspace: Any, params: np.ndarray, back: np.ndarra
     vector = _vector(params)
     words = int(params["num_tokens"]) * int(params["hidden_size"]) // vector
     if words:
-        _kernel(f"dispatch_backward_{vector}")((-(-words // THREADS),), (THREADS,), (params, back))
+        _kernel(f"dispatch_backward_{vector}")(
+            (-(-words // THREADS),), (THREADS,), (by_value(params), by_value(back))
+        )
 
 
 def read_schedule(workspace: Any) -> Schedule:

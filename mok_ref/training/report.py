@@ -99,7 +99,7 @@ def events(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def alarm_name(alarm: str) -> str:
     """An alarm without its numbers: what it is about."""
     words = alarm.split()
-    return " ".join(words[: 2 + (2 * ("expert" in words))])
+    return " ".join(words[: 2 + (2 * ("expert" in words))]).rstrip(",")
 
 
 def print_summary(summary: dict[str, Any]) -> None:
