@@ -9,6 +9,7 @@ import numpy as np
 
 from mok_ref.casefile import check_writable
 from mok_ref.config import MoEConfig
+from mok_ref.install import install_hint
 from mok_ref.schedule import Schedule, pull_order, walk
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -20,7 +21,7 @@ def import_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise RuntimeError('drawing needs matplotlib: pip install "mok_ref[plot]"') from error
+        raise RuntimeError(f"drawing needs matplotlib: {install_hint('plot')}") from error
     matplotlib.use("Agg")
     # Same input, same svg file: ids of elements come from this salt instead of random numbers.
     matplotlib.rcParams["svg.hashsalt"] = "mok_ref"

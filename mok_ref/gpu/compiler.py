@@ -33,8 +33,6 @@ _COMPILING = threading.Lock()
 """Virtual ranks are threads: one of them imports and runs the compiler, the others find the
 file."""
 
-INSTALL_HINT = "pip install 'mok-ref[gpu]'"
-
 
 @dataclass(frozen=True)
 class KernelUsage:
@@ -104,7 +102,7 @@ def compiler_version() -> str:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise RuntimeError(
-            f"compiling kernels needs cuda-core and NVRTC: {INSTALL_HINT}"
+            f"compiling kernels needs cuda-core and NVRTC: {install_hint('gpu')}"
         ) from error
     status, major, minor = nvrtc.nvrtcVersion()
     if int(status) != 0:
@@ -230,7 +228,7 @@ def _compile(source_name: str, arch: str, macros: tuple[str, ...]) -> tuple[byte
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise RuntimeError(
-            f"compiling kernels needs cuda-core and NVRTC: {INSTALL_HINT}"
+            f"compiling kernels needs cuda-core and NVRTC: {install_hint('gpu')}"
         ) from error
     source_dir = cuda_source_dir()
     options = ProgramOptions(

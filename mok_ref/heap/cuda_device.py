@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mok_ref.heap.protocol import HeapError
+from mok_ref.install import install_hint
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -30,7 +31,7 @@ def import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise HeapError("CuPy is missing: pip install 'mok_ref[gpu]'") from error
+        raise HeapError(f"CuPy is missing: {install_hint('gpu')}") from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mok_ref.heap.protocol import BARRIER_TIMEOUT_S, CALLERS_BARRIER, HeapError, late_message
+from mok_ref.install import install_hint
 
 _CONTROL = np.dtype([("epoch", np.int64), ("pid", np.int64), ("phase", "S96"), ("request", "S256")])
 _LIVENESS_INTERVAL_S = 0.05
@@ -25,7 +26,7 @@ def import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise HeapError(
-            'mpi4py with an MPI library is missing: pip install "mok_ref[mpi]"'
+            f"mpi4py with an MPI library is missing: {install_hint('mpi')}"
         ) from error
     return MPI
 

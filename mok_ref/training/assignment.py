@@ -20,8 +20,10 @@ def linear_sum(scores: np.ndarray) -> np.ndarray:
 
     Each expert is repeated once per token it gets. For small batches: the time grows with N^3.
     """
-    from scipy.optimize import linear_sum_assignment
-
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError as error:
+        raise RuntimeError('scipy is missing: pip install "mok_ref[train]"') from error
     seat_expert = np.repeat(np.arange(scores.shape[1]), expert_shares(*scores.shape))
     tokens, seats = linear_sum_assignment(scores.astype(np.float64)[:, seat_expert], maximize=True)
     out = np.zeros(len(scores), np.int32)
