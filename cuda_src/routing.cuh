@@ -178,7 +178,7 @@ MOK_DEVICE void route_weights(const RoutingParams& routing, const float* scores,
     const float chosen = expert < 0 ? 0.0f : scores[expert];
     const float ratio = routing.renormalize ? __fdiv_rn(chosen, divisor) : chosen;
     routing.ratio[route] = ratio;
-    routing.topk_weights[route] = __fmul_rn(ratio, routing.scale);
+    routing.topk_weights[route] = expert < 0 ? 0.0f : __fmul_rn(ratio, routing.scale);  // +0, not 0 * scale
   }
   if (lane == 0) routing.total[token] = total;
 }

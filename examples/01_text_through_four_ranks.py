@@ -6,25 +6,22 @@
 Every byte of the text is a token. Its vector is a fixed random embedding of the byte plus half of
 the embedding of the byte before it; a router with fixed random weights sends it to two of eight
 experts, two experts live on each rank. Both commands print the same digest, because the layer has
-the same bits for any number of ranks.
-
-Default text: this project's LICENSE. Options: --max-tokens N (default 2048), --plot FILE (default
-text_routing.png; needs matplotlib).
+the same bits for any number of ranks (mpiexec -n 3 gives it too: eight experts on three ranks are
+shared out as evenly as they go).
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from mok_ref.casefile import Case
 from mok_ref.experts import ExpertWeights
-from mok_ref.launch import MpiJob, under_mpiexec
+from mok_ref.launch import end_with_error, one_line, start_job
 from mok_ref.numerics import as_values, bf16_to_bits, mul, to_bf16
-from mok_ref.plotting import draw_routing
+from mok_ref.plotting import check_picture_path, draw_routing
 from mok_ref.routing import RoutingOptions
 from mok_ref.runner import RunResult, Settings, make_plan, run_mpi, run_virtual, traffic_of
 from mok_ref.testing import random_bf16
@@ -92,16 +89,25 @@ def report(text: bytes, result: RunResult, picture: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("text", nargs="?", type=Path, default=DEFAULT_TEXT)
-    parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--plot", type=Path, default=Path("text_routing.png"))
+    parser.add_argument(
+        "text", nargs="?", type=Path, default=DEFAULT_TEXT,
+        help="any file; every byte is a token (default: the project's LICENSE)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-tokens", type=int, default=2048, help="bytes to take (default %(default)s)"
+    )
+    parser.add_argument(
+        "--plot", type=Path, default=Path("text_routing.png"),
+        help="picture of the routing, .png, .svg or .pdf; needs matplotlib (default %(default)s)",
+    )  # fmt: skip
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    job = MpiJob() if under_mpiexec() else None
+    job = start_job()
     try:
+        check_picture_path(arguments.plot)
         text = arguments.text.read_bytes()[: max(0, arguments.max_tokens)]
         if not text:
             raise ValueError(f"text must hold at least one byte, got {arguments.text}")
@@ -109,15 +115,13 @@ def main() -> None:
         if job is None:
             result: RunResult | None = run_virtual(make_plan(case, Settings(ranks=RANKS)))
         else:
-            result = run_mpi(make_plan(case, Settings(), job.size), job.comm)
+            result = run_mpi(make_plan(case, Settings(placement="even"), job.size), job.comm)
         if result is not None:
             report(text, result, arguments.plot)
         if job is not None:
             job.close()
     except (ValueError, OSError, RuntimeError) as error:
-        if job is not None:
-            job.fail(f"error: {error}")
-        sys.exit(f"error: {error}")
+        end_with_error(job, f"error: {one_line(error)}")
 
 
 if __name__ == "__main__":

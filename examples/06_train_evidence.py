@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from mok_ref.heap import run_ranks
+from mok_ref.install import install_hint
 from mok_ref.routing import RoutingOptions
 from mok_ref.training.balance import BalanceOptions
 from mok_ref.training.capacity import CapacityOptions
@@ -75,7 +76,7 @@ KILL_AFTER = 27
 BITS_LINE = (
     "--steps 50 --batch 8 --sequence 16 --hidden 32 --layers 1 --heads 2 --intermediate 32 "
     "--experts 8 --shared 16 --capacity 1.1 --unlock 4:2:10 --aux 0.01 --bias-speed 0.001 "
-    "--checkpoint-every 10 --experts-every 10 --valid-every 25 --json"
+    "--valid-every 25 --json"
 )
 
 
@@ -83,7 +84,7 @@ def mpiexec() -> str:
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        raise SystemExit('mpiexec is missing: pip install "mok_ref[mpi]"')
+        raise SystemExit(f"mpiexec is missing: {install_hint('mpi')}")
     return found
 
 
@@ -115,20 +116,20 @@ def loss_bits(*options: str, mpi: int = 0, line: str = BITS_LINE) -> list[str]:
 
 def kill_in_the_middle(run_dir: str, ranks: int) -> int:
     """Start a run, kill -9 it after KILL_AFTER steps; returns how many steps it had printed."""
-    process = subprocess.Popen(
-        command("--run-dir", run_dir, "--ranks", str(ranks)),
+    steps = 0
+    with subprocess.Popen(
+        command("--run-dir", run_dir, "--checkpoint-every", "10", "--ranks", str(ranks)),
         stdout=subprocess.PIPE,
         text=True,
         cwd=HOME,
-    )
-    assert process.stdout is not None
-    steps = 0
-    for _ in process.stdout:
-        steps += 1
-        if steps == KILL_AFTER:
-            process.kill()
-            break
-    process.wait(timeout=60)
+    ) as process:
+        assert process.stdout is not None
+        for _ in process.stdout:
+            steps += 1
+            if steps == KILL_AFTER:
+                process.kill()
+                break
+        process.wait(timeout=60)
     return steps
 
 

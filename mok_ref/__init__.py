@@ -7,6 +7,7 @@ from mok_ref.experts import ExpertWeights
 from mok_ref.heap import HeapError, LocalHeap, run_ranks
 from mok_ref.layer import Context, Gradients, moe_backward, moe_forward
 from mok_ref.tensor_core import tc
+from mok_ref.testing import digest
 from mok_ref.workspace import Workspace
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "MoEConfig",
     "Workspace",
     "compile",
+    "digest",
     "moe_backward",
     "moe_forward",
     "run_ranks",

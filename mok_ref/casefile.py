@@ -1,18 +1,22 @@
 """Case files: one mixture-of-experts problem, or its results, as a plain `.npz` archive.
 
-Files are read without pickle, checked key by key, and written under a temporary name that is
-renamed at the end: nothing half-written is ever left behind. bf16 tensors are uint16 bits.
+Files are read without pickle, their names, dtypes and shapes checked before any of their data is
+unpacked, and written under a temporary name that is renamed at the end: nothing half-written is
+ever left behind. bf16 tensors are uint16 bits.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import os
+import warnings
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -21,6 +25,7 @@ from mok_ref.experts import ExpertWeights
 from mok_ref.routing import RoutingOptions, check_logits
 
 CONTRACT = 1
+MAX_RANKS = 1024
 
 # Key -> (dtype, axes). Equal letters are equal sizes; S is the width of the shared expert.
 ARRAYS: dict[str, tuple[type, str]] = {
@@ -68,6 +73,23 @@ ROUTING_KEYS = (
     "renormalize",
     "scale",
 )
+# What an output file may hold, as ARRAYS; the digests are texts.
+OUTPUTS: dict[str, tuple[type, str]] = {
+    "y": (np.uint16, "NH"),
+    "dx": (np.uint16, "NH"),
+    "d_topk_weights": (np.float32, "NK"),
+    "topk_ids": (np.int32, "NK"),
+    "topk_weights": (np.float32, "NK"),
+    "d_logits": (np.float32, "NE"),
+    "dw_gate": (np.float32, "EIH"),
+    "dw_up": (np.float32, "EIH"),
+    "dw_down": (np.float32, "EHI"),
+    "shared_dw_gate": (np.float32, "SH"),
+    "shared_dw_up": (np.float32, "SH"),
+    "shared_dw_down": (np.float32, "HS"),
+    "dw_router": (np.float32, "EH"),
+}
+DIGESTS = ("digest", "digests")
 OUTPUT_TOKENS = ("y", "dx", "d_topk_weights", "topk_ids", "topk_weights", "d_logits")
 OUTPUT_EXPERTS = ("dw_gate", "dw_up", "dw_down")
 OUTPUT_REPLICATED = ("shared_dw_gate", "shared_dw_up", "shared_dw_down", "dw_router")
@@ -115,39 +137,130 @@ class Case:
 # --------------------------------------------------------------------------- reading
 
 
+@dataclass(frozen=True)
+class Header:
+    """What a member of an archive says of its array before any of it is unpacked."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Described = Mapping[str, Header] | Mapping[str, np.ndarray]
+
+
 def load_case(path: str | Path) -> Case:
     """Read and check a case file.
 
     Raises: ValueError naming file, key, rule and value; OSError if the file cannot be opened.
     """
     try:
-        return case_from_arrays(read_npz(path))
+        return case_from_arrays(read_npz(path, check_case_headers))
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if str(path) not in str(error) else error) from error
 
 
-def read_npz(path: str | Path) -> dict[str, np.ndarray]:
-    """All arrays of an `.npz` file. Raises: ValueError if it is not one, or truncated."""
+def read_npz(
+    path: str | Path, check: Callable[[Mapping[str, Header]], None] = lambda headers: None
+) -> dict[str, np.ndarray]:
+    """All arrays of an `.npz` file.
+
+    check   refuses, by ValueError, names, dtypes and shapes that are not expected; it is called
+            before any data is unpacked, and what is unpacked then has the size that it was shown
+    Raises: ValueError naming the file if it is no such archive, damaged, or larger than memory.
+    """
+    rule = f"{path}: input must be a complete .npz file without pickled objects, got"
+    with open(path, "rb") as raw:
+        start = raw.read(6)
+        if not start.startswith(b"PK"):
+            raise ValueError(f"{rule} {_other_kind(start)}")
+        raw.seek(0)
+        with _damage(rule, "archive"):
+            archive = zipfile.ZipFile(raw)
+        with archive:
+            members = _members(archive, rule)
+            headers = {}
+            for key, member in members.items():
+                with _damage(rule, key), archive.open(member) as file:
+                    headers[key] = _header(file, member.file_size)
+            check(headers)
+            return {key: _array(archive, members[key], headers[key], rule, key) for key in members}
+
+
+def _other_kind(start: bytes) -> str:
+    """What a file that is no archive begins like."""
+    if start == b"\x93NUMPY":
+        return "a single array (.npy)"
+    return "a file of another kind" if start else "an empty file"
+
+
+@contextmanager
+def _damage(rule: str, what: str) -> Iterator[None]:
+    """Whatever the readers of zip and NumPy stumble over in strange bytes, as one ValueError."""
     try:
-        with open(path, "rb") as raw:
-            file = np.load(raw, allow_pickle=False)
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("a single array")
-            with file:
-                return {key: file[key] for key in file.files}
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, MemoryError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"{path}: input must be a complete .npz file without pickled objects, got: {reason}"
-        ) from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the error is enough
+            yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise  # the file system's, not the file's; a seek to nowhere is the file's
+        raise ValueError(f"{rule} a damaged one: {what} cannot be read") from error
+
+
+def _members(archive: zipfile.ZipFile, rule: str) -> dict[str, zipfile.ZipInfo]:
+    """Array name -> member. Raises: ValueError for names that occur twice or are no array's."""
+    members: dict[str, zipfile.ZipInfo] = {}
+    for member in archive.infolist():
+        key = member.filename.removesuffix(".npy")
+        if key == member.filename:
+            raise ValueError(f"{rule} a member that is no array: {key[:80]!r}")
+        if key in members:
+            raise ValueError(f"{rule} {key[:80]!r} twice")
+        members[key] = member
+    return members
+
+
+def _header(file: IO[bytes], file_size: int) -> Header:
+    """dtype and shape at the start of a member. Raises: ValueError if the data has another size."""
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    shape, _, dtype = readers[np.lib.format.read_magic(file)](file)
+    header = Header(dtype, shape)
+    if dtype.hasobject or min(shape, default=0) < 0:
+        raise ValueError("no plain array")
+    if file.tell() + header.num_bytes != file_size:
+        raise ValueError("data of another size than the shape says")
+    return header
+
+
+def _array(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, header: Header, rule: str, key: str
+) -> np.ndarray:
+    with _damage(rule, key), archive.open(member) as file:
+        try:
+            return np.lib.format.read_array(file, allow_pickle=False)
+        except MemoryError:
+            pass
+    raise ValueError(
+        f"{key} must fit into memory, got shape {header.shape} of {header.dtype.name}: "
+        f"{header.num_bytes} bytes"
+    )
 
 
 def case_from_arrays(arrays: Mapping[str, np.ndarray]) -> Case:
     """A checked case. Raises: ValueError naming key, rule and value."""
-    _check_keys(arrays)
+    check_case_headers(arrays)
     texts = {key: _text(key, arrays[key]) for key in TEXTS if key in arrays}
     numbers = {key: _number(key, arrays[key]) for key in NUMBERS if key in arrays}
-    _check_arrays(arrays)
     if numbers.get("contract", CONTRACT) != CONTRACT:
         raise ValueError(f"contract must be {CONTRACT}, got {numbers['contract']}")
     plain: dict[str, Any] = {
@@ -168,11 +281,59 @@ def case_from_arrays(arrays: Mapping[str, np.ndarray]) -> Case:
     return case
 
 
-def _check_keys(arrays: Mapping[str, np.ndarray]) -> None:
+def check_case_headers(arrays: Described) -> None:
+    """Keys, dtypes and shapes of a case, from its arrays or from their headers alone.
+
+    Raises: ValueError naming key, rule and value.
+    """
+    _check_keys(arrays)
+    for key in TEXTS:
+        if key in arrays:
+            _check_text(key, arrays[key])
+    for key in NUMBERS:
+        if key in arrays:
+            _check_number(key, arrays[key])
+    _check_axes(arrays, ARRAYS, {})
+    if "splits" in arrays and arrays["splits"].shape[0] > MAX_RANKS:
+        raise ValueError(
+            f"splits must have at most {MAX_RANKS} entries, got {arrays['splits'].shape[0]}"
+        )
+
+
+def output_check(case: Case) -> Callable[[Described], None]:
+    """A function that refuses keys, dtypes and shapes which the results of `case` cannot have."""
+    num_experts, inner, hidden = case.w_gate.shape
+    sizes = {"N": case.num_tokens, "H": hidden, "I": inner, "E": num_experts, "K": case.top_k}
+    if case.shared is not None:
+        sizes["S"] = len(case.shared.gate)
+
+    def check(arrays: Described) -> None:
+        extra = sorted(set(arrays) - {*OUTPUTS, *DIGESTS})
+        if extra:
+            names = ", ".join((*OUTPUTS, *DIGESTS))
+            raise ValueError(f"keys must be among {names}, got extra {', '.join(extra[:9])}")
+        _check_axes(arrays, OUTPUTS, {axis: (size, "the case") for axis, size in sizes.items()})
+        for key in DIGESTS:
+            if key in arrays and (
+                arrays[key].dtype.kind != "U"
+                or arrays[key].dtype.itemsize > 1024
+                or arrays[key].ndim != DIGESTS.index(key)
+                or any(size > len(OUTPUTS) for size in arrays[key].shape)
+            ):
+                raise ValueError(
+                    f"{key} must be text, one line per tensor, got {arrays[key].dtype} of shape "
+                    f"{arrays[key].shape}"
+                )
+
+    return check
+
+
+def _check_keys(arrays: Described) -> None:
     known = {*ARRAYS, *TEXTS, *NUMBERS}
     extra = sorted(set(arrays) - known)
     if extra:
-        raise ValueError(f"keys must be among the documented ones, got extra {', '.join(extra)}")
+        names = ", ".join((*ARRAYS, *TEXTS, *NUMBERS))
+        raise ValueError(f"keys must be among {names}, got extra {', '.join(extra[:9])}")
     missing = [key for key in REQUIRED if key not in arrays]
     sources = [key for key in ("topk_ids", "w_router", "logits") if key in arrays]
     if len(sources) > 1:
@@ -196,30 +357,44 @@ def _check_keys(arrays: Mapping[str, np.ndarray]) -> None:
         raise ValueError(f"{unused[0]} must not be given together with {sources[0]}")
 
 
-def _text(key: str, array: np.ndarray) -> str:
+def _check_text(key: str, array: Header | np.ndarray) -> None:
     if array.dtype.kind != "U" or array.ndim != 0:
         raise ValueError(f"{key} must be one string, got {array.dtype} of shape {array.shape}")
+    if array.dtype.itemsize > 4 * 64:
+        allowed = ", ".join(TEXTS[key])
+        raise ValueError(f"{key} must be one of {allowed}, got {array.dtype.itemsize // 4} letters")
+
+
+def _text(key: str, array: np.ndarray) -> str:
     value = str(array)
     if value not in TEXTS[key]:
         raise ValueError(f"{key} must be one of {', '.join(TEXTS[key])}, got {value!r}")
     return value
 
 
-def _number(key: str, array: np.ndarray) -> Any:
-    kinds = {float: "fiu", int: "iu", bool: "b"}[NUMBERS[key]]
-    if key == "renormalize" and array.dtype.kind in "iu" and array.ndim == 0 and array in (0, 1):
-        return bool(array)
+def _check_number(key: str, array: Header | np.ndarray) -> None:
+    kinds = {float: "fiu", int: "iu", bool: "biu"}[NUMBERS[key]]
     if array.dtype.kind not in kinds or array.ndim != 0:
         raise ValueError(
             f"{key} must be one {NUMBERS[key].__name__}, got {array.dtype} of shape {array.shape}"
         )
+
+
+def _number(key: str, array: np.ndarray) -> Any:
+    if NUMBERS[key] is bool and array not in (0, 1):
+        raise ValueError(f"{key} must be one bool, got {array}")
     return NUMBERS[key](array)
 
 
-def _check_arrays(arrays: Mapping[str, np.ndarray]) -> None:
-    """dtypes, numbers of axes, and that equal letters have equal sizes."""
-    sizes: dict[str, tuple[int, str]] = {}
-    for key, (dtype, axes) in ARRAYS.items():
+def _check_axes(
+    arrays: Described, rules: dict[str, tuple[type, str]], known: dict[str, tuple[int, str]]
+) -> None:
+    """dtypes, numbers of axes, and that equal letters have equal sizes.
+
+    known   letter -> size that is settled already, and what settled it
+    """
+    sizes = dict(known)
+    for key, (dtype, axes) in rules.items():
         if key not in arrays:
             continue
         array = arrays[key]
@@ -261,7 +436,8 @@ def _check_values(case: Case) -> None:
     if case.logits is not None and case.routing is not None:
         check_logits(case.logits, case.routing)
     if case.swiglu_limit is not None:
-        limit = np.float32(case.swiglu_limit)
+        with np.errstate(over="ignore"):
+            limit = np.float32(case.swiglu_limit)
         if not (np.isfinite(limit) and limit > 0):
             raise ValueError(f"swiglu_limit must be a finite float32 > 0, got {case.swiglu_limit}")
     if case.splits is not None:
@@ -308,23 +484,60 @@ def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
     """
     path = Path(path)
     check_writable(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         with open(temporary, "xb") as file:
             np.savez(file, **dict(arrays))  # type: ignore[arg-type]
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def check_writable(path: str | Path) -> None:
+def _temporary(path: Path) -> Path:
+    """Where a file is written before it gets its name: beside it, and never too long a name."""
+    return path.with_name(f".{path.name[:40]}.{os.getpid()}.tmp")
+
+
+def check_writable(path: str | Path, name: str = "output") -> None:
     """Refuse, before any work is done, a path that no file can be written to.
 
+    A file is made beside it and taken away: permissions alone do not tell.
     Raises: ValueError.
     """
     path = Path(path)
     if path.is_dir() or not path.name:
-        raise ValueError(f"output must be a file name, got the directory {path}")
-    folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"output must lie in a folder that can be written to, got {path}")
+        raise ValueError(f"{name} must be a file name, got the directory {path}")
+    temporary = _temporary(path)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass  # as it should be; a name that is too long ends here
+    except OSError as error:
+        raise ValueError(f"{name} must be a file name, got {path}: {error.strerror}") from error
+    try:
+        with open(temporary, "xb"):
+            temporary.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{name} must lie in a folder that can be written to, got {path}: {error.strerror}"
+        ) from error
+
+
+def check_distinct(**paths: str | Path | None) -> None:
+    """Refuse one file for two purposes, under whatever names. Raises: ValueError naming both."""
+    given = [(name, Path(path)) for name, path in paths.items() if path is not None]
+    for index, (name, path) in enumerate(given):
+        for other_name, other in given[:index]:
+            if _same_file(path, other):
+                raise ValueError(f"{name} must be another file than {other_name}, got {path}")
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    try:
+        return os.path.realpath(path) == os.path.realpath(other) or path.samefile(other)
+    except OSError:  # one of them does not exist yet
+        return False

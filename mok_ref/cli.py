@@ -10,19 +10,24 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from mok_ref.heap.protocol import HeapError
-from mok_ref.launch import MpiJob, under_mpiexec
+from mok_ref.launch import MpiJob, end_with_error, one_line, start_job
+from mok_ref.runner import RandomCase
 
 if TYPE_CHECKING:
     from mok_ref.casefile import Case
-    from mok_ref.runner import RunResult
+    from mok_ref.runner import Plan, RunResult, Settings
+    from mok_ref.verify import Check
 
 app = typer.Typer(
     name="mok-ref",
@@ -38,31 +43,81 @@ app.add_typer(golden_app, name="golden")
 
 MORE_COMMANDS = ("mok_ref.training.commands", "mok_ref.planner.commands")
 USER_ERRORS = (ValueError, OSError, HeapError, RuntimeError)
+# Names of the configuration, as options of the command line: those that override a case, and those
+# that make a random one.
+OVERRIDES = {"row_order": "order", "scale_rule": "scale-rule", "ep_size": "ranks"}
+OPTION_NAMES = OVERRIDES | {
+    "num_tokens": "tokens",
+    "hidden_size": "hidden",
+    "intermediate_size": "intermediate",
+    "num_experts": "experts",
+    "shared_size": "shared",
+    "swiglu_limit": "limit",
+    "top_k": "top-k",
+}
+DEFAULT = RandomCase()
 
 _job: MpiJob | None = None  # this process's part in an MPI job, made by `main`
 
 Input = Annotated[Path | None, typer.Option("--input", help="Case file (.npz); default: random.")]
-Ranks = Annotated[int | None, typer.Option(help="Ranks; another number than the case's re-splits.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        help="Ranks; default: the case's, else 1. Another number than the case's re-splits."
+    ),
+]
+ScheduleRanks = Annotated[
+    int | None, typer.Option(help="Ranks; default: the case's, or 4 for a random case.")
+]
 Order = Annotated[str | None, typer.Option(help="canonical or round_robin; overrides the case.")]
 Dtype = Annotated[str | None, typer.Option(help="bf16 or mxfp8 experts; overrides the case.")]
 ScaleRule = Annotated[str | None, typer.Option(help="fit or ocp, for mxfp8; overrides the case.")]
 Placement = Annotated[
-    str | None, typer.Option(help="Owner rank of each expert: even, or 0,1,1,...; overrides.")
+    str | None,
+    typer.Option(help="Owner rank of each expert: even (for any number of ranks), or 0,1,1,..."),
 ]
-Macrobatch = Annotated[int | None, typer.Option(help="Rows of the ring buffer (multiple of 128).")]
-Minibatch = Annotated[int | None, typer.Option(help="Rows of one hand-over (multiple of 128).")]
+Macrobatch = Annotated[
+    int | None, typer.Option(help="Rows of the ring buffer, n * 128; default: all.")
+]
+Minibatch = Annotated[
+    int | None, typer.Option(help="Rows of one hand-over, n * 128; default: at most 2048.")
+]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Kernels = Annotated[str, typer.Option("--path", help="cuda: auto, hopper or portable kernels.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Tokens = Annotated[int | None, typer.Option(help="Random case: tokens N of the whole batch.")]
-Hidden = Annotated[int | None, typer.Option(help="Random case: hidden size H.")]
-Intermediate = Annotated[int | None, typer.Option(help="Random case: intermediate size I.")]
-Experts = Annotated[int | None, typer.Option(help="Random case: experts E.")]
-TopK = Annotated[int | None, typer.Option(help="Random case: slots K per token.")]
-Shared = Annotated[int | None, typer.Option(help="Random case: width of a shared expert.")]
-Limit = Annotated[float | None, typer.Option(help="Random case: clamp of gate and up.")]
+
+
+def _random(what: str, default: object) -> Any:
+    return typer.Option(help=f"Random case: {what} ({default}).")
+
+
+Tokens = Annotated[int | None, _random("tokens N of the whole batch", DEFAULT.num_tokens)]
+Hidden = Annotated[int | None, _random("hidden size H", DEFAULT.hidden_size)]
+Intermediate = Annotated[int | None, _random("intermediate size I", DEFAULT.intermediate_size)]
+Experts = Annotated[int | None, _random("experts E", DEFAULT.num_experts)]
+TopK = Annotated[int | None, _random("slots K per token", DEFAULT.top_k)]
+Shared = Annotated[int | None, _random("width of a shared expert", "none")]
+Limit = Annotated[float | None, _random("clamp of gate and up", "none")]
 Router = Annotated[bool | None, typer.Option("--router", help="Random case: with a router.")]
-Seed = Annotated[int | None, typer.Option(help="Random case: seed.")]
+Seed = Annotated[int | None, _random("seed", DEFAULT.seed)]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from mok_ref import __version__
+
+        print(f"mok_ref {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version."),
+    ] = False,
+) -> None:
+    """A mixture-of-experts layer that has the same bits everywhere."""
 
 
 # --------------------------------------------------------------------------- commands
@@ -99,10 +154,9 @@ def run(
 ) -> None:
     """Run the layer on virtual ranks, or one rank per process under mpiexec."""
     from mok_ref.casefile import save_case, write_npz
-    from mok_ref.runner import Settings, make_plan
+    from mok_ref.runner import Settings
 
     sizes = (tokens, hidden, intermediate, experts, top_k, shared, limit, router, seed)
-    case = _read_or_make(input, sizes)
     settings = Settings(
         ranks=ranks,
         order=order,
@@ -119,15 +173,18 @@ def run(
         timeout_s=timeout,
     )
     _check_outputs(output, save_input)
-    plan = make_plan(case, settings, None if _job is None else _job.size)
+    plan = _prepare(input, sizes, settings)
     if save_input is not None and _is_root():
-        save_case(save_input, case)
+        save_case(save_input, plan.case)
     result = _run(plan)
     if result is None:
         return
     if output is not None:
         write_npz(output, result.output_arrays())
     _print_run(result, as_json)
+    if not as_json:
+        _say_written("case", save_input)
+        _say_written("results", output)
 
 
 @app.command()
@@ -139,7 +196,16 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Run one case in many ways; all must give the same bits (exit status 1 if not)."""
-    from mok_ref.verify import Verifier, default_case, fitting_ranks, parse_ranks, variants
+    from mok_ref.printing import print_verdict
+    from mok_ref.verify import (
+        Verdict,
+        Verifier,
+        default_case,
+        fitting_ranks,
+        own_variant,
+        parse_ranks,
+        variants,
+    )
 
     _refuse_mpiexec("verify")
     case = default_case() if input is None else _load(input)
@@ -147,26 +213,27 @@ def verify(
     verifier = Verifier(case)
     if device != "cpu" and fitting:  # what the device is compared with
         verifier.check(next(iter(variants(case, fitting[:1], "cpu", dtype))))
-    checks = []
-    for settings in variants(case, fitting, device, dtype):
+    own = own_variant(case, device, dtype)
+    ways = [*variants(case, fitting, device, dtype), *([] if own is None else [own])]
+    checks: list[Check] = []
+    for settings in ways:
+        _show_progress(f"run {len(checks) + 1} of {len(ways)} ...")
         checks.append(verifier.check(settings))
-        if sys.stderr.isatty():
-            print(f"{len(checks)} runs, R={checks[-1].ranks} ...", end="\r", file=sys.stderr)
-    enough = len(fitting) >= 2
-    good = enough and not any(check.fault for check in checks)
-    if device == "cuda":
-        good &= _verify_intermediates(case, fitting, dtype)
-    _print_checks(checks, skipped, len(case.w_gate), good, as_json)
-    if not enough:
-        print(f"fewer than two numbers of ranks compared: {fitting}", file=sys.stderr)
-    if not good:
+    _show_progress("")
+    same = device != "cuda" or _verify_intermediates(case, fitting, dtype)
+    verdict = Verdict(checks, skipped, len(case.w_gate), same)
+    if as_json:
+        print(json.dumps(verdict.as_json(), indent=1))
+    else:
+        print_verdict(case, verdict)
+    if not verdict.equal:
         raise typer.Exit(1)
 
 
 @app.command()
 def schedule(
     input: Input = None,
-    ranks: Ranks = None,
+    ranks: ScheduleRanks = None,
     order: Order = None,
     placement: Placement = None,
     macrobatch: Macrobatch = None,
@@ -182,12 +249,14 @@ def schedule(
     """Print who pulls which rows from whom; --plot draws it."""
     from mok_ref.plotting import check_picture_path, draw_schedule
     from mok_ref.printing import print_schedule
-    from mok_ref.runner import Settings, make_plan, routes_of, traffic_of
+    from mok_ref.runner import Settings, routes_of, traffic_of
     from mok_ref.schedule import build_schedule
 
     _refuse_mpiexec("schedule")
     if plot is not None:
         check_picture_path(plot)
+    if rows < 0:
+        raise ValueError(f"rows must be >= 0, got {rows}")
     sizes = (tokens, None, None, experts, top_k, None, None, None, seed)
     if input is None and ranks is None:
         ranks = 4
@@ -198,7 +267,7 @@ def schedule(
         macrobatch=macrobatch,
         minibatch=minibatch,
     )
-    plan = make_plan(_read_or_make(input, sizes), settings)
+    plan = _prepare(input, sizes, settings)
     ids, _ = routes_of(plan)
     traffic = traffic_of(plan, ids)
     if as_json:
@@ -209,6 +278,8 @@ def schedule(
         everyone = range(plan.config.ep_size)
         schedules = [build_schedule(plan.config, r, ids, plan.splits) for r in everyone]
         draw_schedule(plot, plan.config, schedules, traffic)
+        if not as_json:
+            _say_written("picture", plot)
 
 
 @app.command()
@@ -242,10 +313,11 @@ def build(
     from mok_ref.printing import console, table
 
     _refuse_mpiexec("build")
-    shown = table(None, "target", "source", "kernel", ">registers", ">shared", ">stack", ">spills")
+    shown = table(None, "target", "source", "kernel", ">registers", ">static", ">stack", ">spills")
     report = []
     for target in arch.split(","):
         for source in source_names(target):
+            print(f"compiling {source} for {target}", file=sys.stderr)
             for kernel in resource_usage(compile_cubin(source, target)):
                 report.append({"target": target, "source": source, **asdict(kernel)})
                 spills = kernel.spill_store_bytes + kernel.spill_load_bytes
@@ -255,6 +327,8 @@ def build(
         print(json.dumps(report, indent=1))
     else:
         console().print(shown)
+        print("static: shared memory in bytes that the source fixes; a launch adds its own.")
+        print("stack, spills: bytes per thread.")
 
 
 @app.command()
@@ -263,32 +337,44 @@ def bench(
     sizes: Annotated[
         str | None, typer.Option(help="cpu: small, medium; cuda: table, small, all; or NxHxIxExK.")
     ] = None,
-    ranks: Annotated[str, typer.Option(help="cpu: numbers of ranks.")] = "1,2,4",
+    ranks: Annotated[
+        str | None, typer.Option(help="cpu: numbers of ranks (1,2,4); others are skipped.")
+    ] = None,
     repeats: Annotated[int | None, typer.Option(help="Timed runs (2; cuda: 20).")] = None,
     directions: Annotated[str, typer.Option(help="forward, or forward,backward.")] = (
         "forward,backward"
     ),
-    peers: Annotated[str, typer.Option(help="cuda: who runs beside it.")] = "dense,torch-eager",
-    output: Annotated[Path | None, typer.Option(help="cuda: JSON report, written here.")] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="cuda: who runs beside it (dense,torch-eager).")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON report here.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time the layer: on the CPU against ranks and size, on a GPU beside its peers."""
+    from mok_ref.bench import commands
+
     _refuse_mpiexec("bench")
-    if device == "cuda":
-        from mok_ref.bench.commands import bench_cuda
-
-        sizes, repeats = sizes or "table", repeats or 20
-        if not bench_cuda(sizes, directions, peers, repeats, output, as_json):
-            raise typer.Exit(1)
-        return
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be one of cpu, cuda, got {device!r}")
-    from mok_ref.bench.cpu import bench_cpu, print_bench
-    from mok_ref.verify import parse_ranks
-
-    backward = "backward" in directions.split(",")
-    timings = bench_cpu(sizes or "small,medium", parse_ranks(ranks), repeats or 2, backward)
-    print_bench(timings, as_json)
+    name, value = ("peers", peers) if device == "cpu" else ("ranks", ranks)
+    if value is not None:
+        raise ValueError(f"{name} must be left out with device {device}, got {value!r}")
+    repeats = repeats if repeats is not None else {"cpu": 2, "cuda": 20}[device]
+    if repeats < 1:
+        raise ValueError(f"repeats must be >= 1, got {repeats}")
+    if output is not None:
+        _check_writable(output, ".json")
+    if device == "cpu":
+        chosen = (sizes or "small,medium", ranks or "1,2,4")
+        commands.bench_on_cpu(*chosen, directions, repeats, output, as_json)
+        good = True
+    else:
+        peers = "dense,torch-eager" if peers is None else peers
+        good = commands.bench_cuda(sizes or "table", directions, peers, repeats, output, as_json)
+    if output is not None and not as_json:
+        _say_written("report", output)
+    if not good:
+        raise typer.Exit(1)
 
 
 @golden_app.command("make")
@@ -304,6 +390,7 @@ def golden_make(folder: Annotated[Path, typer.Argument(help="Folder of golden ca
 def golden_check(
     folder: Annotated[Path, typer.Argument(help="Folder of golden cases.")],
     ranks: Ranks = None,
+    placement: Placement = None,
     macrobatch: Macrobatch = None,
     minibatch: Minibatch = None,
     device: Device = "cpu",
@@ -311,20 +398,31 @@ def golden_check(
 ) -> None:
     """Run every golden case; exit status 1 if any stored bit differs."""
     from mok_ref.golden import GoldenCheck, check_folder
-    from mok_ref.printing import console, table
+    from mok_ref.printing import SHORT, console, table
     from mok_ref.runner import Settings
 
     _refuse_mpiexec("golden check")
     settings = Settings(
-        ranks=ranks, macrobatch=macrobatch, minibatch=minibatch, device=device, path=path
+        ranks=ranks,
+        placement=_placement(placement),
+        macrobatch=macrobatch,
+        minibatch=minibatch,
+        device=device,
+        path=path,
     )
     shown = table(None, "case", "bits", "digest")
+    faults = []
 
     def report(check: GoldenCheck) -> None:
-        shown.add_row(check.name, check.fault or "equal", check.digest)
+        shown.add_row(check.name, check.fault or "equal", check.digest[:SHORT])
+        faults.append(check.fault)
 
     good = check_folder(folder, settings, report)
     console().print(shown)
+    failed = sum(map(bool, faults))
+    print(
+        f"all {len(faults)} cases equal" if good else f"{failed} of {len(faults)} cases NOT equal"
+    )
     if not good:
         raise typer.Exit(1)
 
@@ -349,18 +447,39 @@ def _load(path: Path) -> Case:
     return load_case(path)
 
 
+def _prepare(path: Path | None, sizes: tuple[Any, ...], settings: Settings) -> Plan:
+    """Case and settings, everything decided. Raises: ValueError in the words of the options."""
+    from mok_ref.runner import check_settings, make_plan
+
+    check_settings(settings)
+    case = _read_or_make(path, sizes)
+    with _in_option_words(OPTION_NAMES if path is None else OVERRIDES):
+        return make_plan(case, settings, None if _job is None else _job.size)
+
+
+@contextmanager
+def _in_option_words(names: dict[str, str]) -> Iterator[None]:
+    """Turn an error about a configuration's field into one about the option that sets it."""
+    try:
+        yield
+    except ValueError as error:
+        pattern = rf"\b({'|'.join(names)})\b"
+        text = re.sub(pattern, lambda match: f"--{names[match[0]]}", str(error))
+        raise ValueError(text) from error
+
+
 def _read_or_make(path: Path | None, sizes: tuple[Any, ...]) -> Case:
     """The case file, or a random case of the sizes that were given."""
     from dataclasses import fields
 
-    from mok_ref.runner import RandomCase
-
     names = [field.name for field in fields(RandomCase)]
     given = {name: value for name, value in zip(names, sizes, strict=True) if value is not None}
     if path is None:
-        return RandomCase(**given).make()
+        with _in_option_words(OPTION_NAMES):
+            return RandomCase(**given).make()
     if given:
-        raise ValueError(f"{next(iter(given))} must not be given together with --input {path}")
+        option = OPTION_NAMES.get(next(iter(given)), next(iter(given)))
+        raise ValueError(f"--{option} must not be given together with --input {path}")
     return _load(path)
 
 
@@ -374,13 +493,28 @@ def _placement(text: str | None) -> str | tuple[int, ...] | None:
 
 
 def _check_outputs(*paths: Path | None) -> None:
-    from mok_ref.casefile import check_writable
-
     for path in paths:
         if path is not None:
-            if path.suffix != ".npz":
-                raise ValueError(f"output must end in .npz, got {path}")
-            check_writable(path)
+            _check_writable(path, ".npz")
+
+
+def _check_writable(path: Path, suffix: str) -> None:
+    from mok_ref.casefile import check_writable
+
+    if path.suffix != suffix:
+        raise ValueError(f"output must end in {suffix}, got {path}")
+    check_writable(path)
+
+
+def _say_written(what: str, path: Path | None) -> None:
+    if path is not None:
+        print(f"{what} written to {path}")
+
+
+def _show_progress(text: str) -> None:
+    """One line on a terminal that the next one replaces."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _run(plan: Any) -> RunResult | None:
@@ -406,27 +540,6 @@ def _print_run(result: RunResult, as_json: bool) -> None:
         print_run(result)
 
 
-def _print_checks(
-    checks: list[Any], skipped: list[int], num_experts: int, good: bool, as_json: bool
-) -> None:
-    from dataclasses import asdict
-
-    from mok_ref.printing import console, table
-
-    if as_json:
-        rows = [asdict(check) for check in checks]
-        print(json.dumps({"equal": good, "skipped": skipped, "runs": rows}, indent=1))
-        return
-    shown = table(None, ">R", "device", "order", "ring", "placement", "digest", "bits")
-    for check in checks:
-        cells = (check.ranks, check.device, check.order, check.ring, check.placement)
-        shown.add_row(*map(str, cells), check.digest, check.fault or "equal")
-    for ranks in skipped:
-        shown.add_row(str(ranks), "", "", "", "", "", f"skipped: does not divide E={num_experts}")
-    console().print(shown)
-    print("all bits equal" if good else "NOT verified")
-
-
 def _verify_intermediates(case: Case, ranks: list[int], dtype: str | None) -> bool:
     """Schedule, ring rows, gate, up, h, y, out on the device against the reference."""
     from mok_ref.verify import device_intermediates
@@ -444,7 +557,7 @@ def _verify_intermediates(case: Case, ranks: list[int], dtype: str | None) -> bo
 def _missing_commands() -> list[Any]:
     from mok_ref.info import Finding
 
-    return [Finding(f"commands of {name}", "missing", why) for name, why in _unavailable.items()]
+    return [Finding(f"commands of {name}", "absent", why) for name, why in _unavailable.items()]
 
 
 _unavailable: dict[str, str] = {}
@@ -466,8 +579,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; see the module's text for the status."""
     global _job
     try:
-        if under_mpiexec():
-            _job = MpiJob()
+        _job = start_job()
         _register_more_commands()
         status = app(arguments, standalone_mode=False)
         if _job is not None:
@@ -479,26 +591,21 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         status = 0
     except (KeyboardInterrupt, typer.Abort):
         _fail("error: interrupted", 130)
+    except MemoryError as error:
+        _fail(f"error: not enough memory: {one_line(error)}")
     except USER_ERRORS as error:
-        _fail(f"error: {_one_line(error)}")
+        _fail(f"error: {one_line(error)}")
     except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+            if _is_root():
+                print(error.format_message())  # type: ignore[attr-defined]
+            sys.exit(0)
         if hasattr(error, "format_message"):  # a wrong option or argument
-            _fail(f"error: {_one_line(error.format_message())}")
+            _fail(f"error: {one_line(error.format_message())}")
         _fail(traceback.format_exc(), 1)  # a fault of this program
     sys.stdout.flush()
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _one_line(error: Any) -> str:
-    if os.environ.get("MOK_REF_DEBUG") and isinstance(error, BaseException):
-        return "".join(traceback.format_exception(error))
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _fail(message: str, status: int = 2) -> NoReturn:
-    if _job is not None:
-        _job.fail(message, status)
-    print(message, file=sys.stderr)
-    sys.exit(status)
+    end_with_error(_job, message, status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,36 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """An integer of Python or NumPy; True and False are none."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> bool:
+    """A real number of Python or NumPy; booleans and complex numbers are none."""
+    return is_int(value) or isinstance(value, (float, np.floating))
+
+
+def float32_of(value: Any) -> float:
+    """A real number rounded to float32, overflow to infinity, without a warning."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        try:
+            return float(np.float32(float(value)))
+        except OverflowError:  # an integer beyond float64
+            return float("inf") if value > 0 else float("-inf")
+
+
+def check_swiglu_limit(value: Any) -> float | None:
+    """The clamp as the float32 it is rounded to; None stays.
+
+    Raises: ValueError unless it is a number that is > 0 and finite as a float32.
+    """
+    if value is None:
+        return None
+    limit = float32_of(value) if is_real(value) else 0.0
+    shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
+    _require(0 < limit < float("inf"), f"swiglu_limit must be a finite float32 > 0, got {shown}")
+    return limit
 
 
 @dataclass(frozen=True)
@@ -71,22 +100,16 @@ class MoEConfig:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "ep_size"):
             value = getattr(self, name)
             _require(
-                _is_int(value) and value >= 1, f"{name} must be an integer >= 1, got {value!r}"
+                is_int(value) and value >= 1, f"{name} must be an integer >= 1, got {value!r}"
             )
             object.__setattr__(self, name, int(value))  # NumPy integers would wrap
         shared = self.shared_intermediate_size
         _require(
-            _is_int(shared) and shared >= 0,
+            is_int(shared) and shared >= 0,
             f"shared_intermediate_size must be an integer >= 0, got {shared!r}",
         )
         object.__setattr__(self, "shared_intermediate_size", int(shared))
-        if self.swiglu_limit is not None:
-            message = f"swiglu_limit must be a finite float32 > 0, got {self.swiglu_limit!r}"
-            _require(isinstance(self.swiglu_limit, (int, float, np.number)), message)
-            with np.errstate(over="ignore"):
-                limit = np.float32(self.swiglu_limit)
-            _require(bool(np.isfinite(limit) and limit > 0), message)
-            object.__setattr__(self, "swiglu_limit", float(limit))
+        object.__setattr__(self, "swiglu_limit", check_swiglu_limit(self.swiglu_limit))
 
     def _check_choices(self) -> None:
         choices = {
@@ -98,7 +121,9 @@ class MoEConfig:
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
-            _require(value in allowed, f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+            known = isinstance(value, str) and value in allowed
+            _require(known, f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+            object.__setattr__(self, name, str(value))  # not NumPy's text, whose repr differs
 
     def _check_placement(self) -> None:
         if self.placement is None:
@@ -108,7 +133,14 @@ class MoEConfig:
                 f"num_experts={self.num_experts}, ep_size={self.ep_size}",
             )
             return
-        owners = tuple(int(owner) for owner in self.placement)
+        given = self.placement
+        _require(
+            isinstance(given, (tuple, list)) or (isinstance(given, np.ndarray) and given.ndim == 1),
+            f"placement must be a sequence of owner ranks or None, got {given!r}",
+        )
+        odd = [owner for owner in given if not is_int(owner)]
+        _require(not odd, f"placement must hold integers, got {odd[0] if odd else None!r}")
+        owners = tuple(int(owner) for owner in given)
         _require(
             len(owners) == self.num_experts,
             "placement must name one owner rank per expert, got "
@@ -125,8 +157,8 @@ class MoEConfig:
         for name in ("macrobatch", "minibatch"):
             value = getattr(self, name)
             _require(
-                value is None or (_is_int(value) and value >= 1 and value % ROW_TILE == 0),
-                f"{name} must be a positive multiple of row_tile={ROW_TILE}, got {value!r}",
+                value is None or (is_int(value) and value >= 1 and value % ROW_TILE == 0),
+                f"{name} must be a positive multiple of {ROW_TILE}, got {value!r}",
             )
             object.__setattr__(self, name, None if value is None else int(value))
         if self.macrobatch is not None and self.minibatch is not None:

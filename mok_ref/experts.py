@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mok_ref.config import MoEConfig
 from mok_ref.mxfp8 import quantized_values
-from mok_ref.numerics import Array, array_module, as_values, dot128, mul, to_bf16
+from mok_ref.numerics import Array, array_module, as_values, dot128, mul, to_bf16, to_float64
 from mok_ref.swiglu import swiglu_backward, swiglu_forward, weighted_h
 from mok_ref.tensor_core import GROUP, tc
 
@@ -39,7 +39,12 @@ class ExpertBackward(NamedTuple):
 
 
 def operand_values(config: MoEConfig, values: Array, routed: bool = True) -> Array:
-    """The values a product sees: with mxfp8, routed experts see the quantised operand."""
+    """The values a product sees: with mxfp8, routed experts see the quantised operand.
+
+    The float64 oracle quantises nothing, in whatever dtype the values come.
+    """
+    if config.arithmetic == "float64":
+        return to_float64(as_values(values))
     if config.dtype == "mxfp8" and routed:
         return quantized_values(values, config.scale_rule)
     return as_values(values)

@@ -10,6 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mok_ref.install import install_hint
+
+ABSENT = "not installed (optional)"
 # Distribution -> (extra that brings it, what it is for)
 OPTIONAL = {
     "mpi4py": ("mpi", "ranks as processes under mpiexec"),
@@ -36,7 +39,7 @@ class Finding:
 def collect() -> list[Finding]:
     """Versions, devices and backends of this machine. Never raises for what is missing."""
     findings = [Finding("python", f"{platform.python_version()} ({sys.executable})")]
-    findings += [Finding(name, _version(name) or "missing") for name in CORE]
+    findings += [Finding(name, _version(name) or _not_installed(name)) for name in CORE]
     findings += [
         Finding("cpu cores", str(os.cpu_count())),
         Finding("platform", platform.platform()),
@@ -46,11 +49,6 @@ def collect() -> list[Finding]:
     return findings
 
 
-def extra_command(extra: str) -> str:
-    """The command that installs an extra."""
-    return f'pip install "mok_ref[{extra}]"'
-
-
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -58,18 +56,23 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _not_installed(name: str) -> str:
+    """A core distribution without metadata: this package run from a checkout, or really absent."""
+    return "run from a checkout" if name == "mok_ref" else "missing"
+
+
 def _optional(distribution: str) -> Finding:
     extra, purpose = OPTIONAL[distribution]
     version = _version(distribution)
     if version is None:
-        return Finding(distribution, "missing", f"{extra_command(extra)}: {purpose}")
+        return Finding(distribution, ABSENT, f"{install_hint(extra)}: {purpose}")
     return Finding(distribution, version)
 
 
 def _mpi() -> Finding:
     launcher = shutil.which("mpiexec") or _beside_python("mpiexec")
     if launcher is None:
-        return Finding("mpiexec", "missing", f"{extra_command('mpi')}, or a system MPI")
+        return Finding("mpiexec", ABSENT, f"{install_hint('mpi')}, or a system MPI")
     return Finding("mpiexec", launcher)
 
 
@@ -92,7 +95,7 @@ def _cuda_devices() -> list[Finding]:
     try:
         import cupy
     except ImportError:
-        return [Finding("cuda devices", "unknown", f"{extra_command('gpu')} to look for them")]
+        return [Finding("cuda devices", "unknown", f"{install_hint('gpu')} to look for them")]
     try:
         runtime = cupy.cuda.runtime
         driver = runtime.driverGetVersion()

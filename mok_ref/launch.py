@@ -5,19 +5,60 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mok_ref.heap.mpi import import_mpi
+from mok_ref.heap.protocol import HeapError
+from mok_ref.watcher import watch_over
 
 _LAUNCHER_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK")
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 _ABORT_WAIT_S = 20.0  # how long a rank whose error is not the first waits to be ended
 
 
 def under_mpiexec() -> bool:
     """Whether a launcher of MPI processes started this one (also with -n 1)."""
     return any(variable in os.environ for variable in _LAUNCHER_VARIABLES)
+
+
+def _from_launcher(variables: tuple[str, ...], default: int) -> int:
+    """A number that the launcher left in the environment, before MPI has started."""
+    return next((int(os.environ[name]) for name in variables if name in os.environ), default)
+
+
+def start_job() -> MpiJob | None:
+    """This process's part in an MPI job, None outside one; without mpi4py the job ends here."""
+    if not under_mpiexec():
+        return None
+    watch_over(_from_launcher(_RANK_VARIABLES, 0), _from_launcher(_SIZE_VARIABLES, 2))
+    try:
+        return MpiJob()
+    except HeapError as error:
+        end_with_error(None, f"error: {error}")
+
+
+def end_with_error(job: MpiJob | None, message: str, status: int = 2) -> NoReturn:
+    """`message` on stderr once, however many processes there are, and their end with `status`."""
+    if job is not None:
+        job.fail(message, status)
+    if _from_launcher(_RANK_VARIABLES, 0) == 0:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(1.0)  # a launcher may end the job with its first process: rank 0 speaks first
+    sys.exit(status)
+
+
+def one_line(error: Any) -> str:
+    """What an error says, in one line; with MOK_REF_DEBUG set its whole traceback."""
+    if os.environ.get("MOK_REF_DEBUG") and isinstance(error, BaseException):
+        return "".join(traceback.format_exception(error))
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class MpiJob:

@@ -26,13 +26,20 @@ from mok_ref.experts import (
     operand_values,
     weight_gradient,
 )
+from mok_ref.heap.protocol import is_closed
 from mok_ref.numerics import BFLOAT16, Array, as_values, bf16_to_bits, to_bf16, to_float32
 from mok_ref.ring import TokenRing
 from mok_ref.schedule import Minibatch, Schedule, build_schedule, forward_task_order, walk
 from mok_ref.tensor_core import tc
 from mok_ref.timing import stage, stage_time
-from mok_ref.validation import check_activations, check_forward, check_main_grad
-from mok_ref.workspace import Workspace, storage_dtype, to_storage
+from mok_ref.validation import (
+    check_activations,
+    check_backward,
+    check_forward,
+    check_layer,
+    check_main_grad,
+)
+from mok_ref.workspace import Lease, Workspace, private_workspace, storage_dtype, to_storage
 
 RouterShare = Callable[[np.ndarray], Array]
 
@@ -55,13 +62,13 @@ class Context:
     saved: np.ndarray  # (row blocks,) whether gate and up hold the block
     shared_rows: ExpertForward | None
     output_dtype: Any
-    own_workspace: bool = False  # made for this one forward: freed with it
-    used: bool = False
+    lease: Lease | None = None  # of a workspace made for this one forward, and freed with it
+    used: str = ""  # by what
 
     def close(self) -> None:
         """Give back a workspace that `moe_forward` made; collective, and done by backward."""
-        self.used = True
-        if self.own_workspace:
+        self.used = self.used or "closed"
+        if self.lease is not None:
             self.workspace.close()
 
 
@@ -105,13 +112,14 @@ def moe_forward(
     topk_weights  (T, K) float32, any finite value
     weights       this rank's experts: gate, up (L, I, H), down (L, H, I) bf16
     shared        shared expert: gate, up (I', H), down (H, I') bf16
-    workspace     buffers to reuse (`Workspace`), or None: made for this call, freed by backward or
-                  by the context's `close`
+    workspace     buffers to reuse (`Workspace`), or None: made for this call, freed by backward, by
+                  the context's `close`, or by the next such call once the context is gone
     save          what backward finds: "all", "ring" (the last ring's worth) or "none"; same bits
     Returns       (y (T, H) with the dtype of x, context for `moe_backward`)
     Raises: ValueError naming argument, rule and value; HeapError if a rank does not arrive.
     CUDA:   cuda_src/megakernel.cu
     """
+    check_layer(config, heap)
     if heap.device == "cuda":
         from mok_ref.gpu import layer as gpu_layer
 
@@ -119,9 +127,9 @@ def moe_forward(
             config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save
         )
     check_forward(config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save)
-    own_workspace = workspace is None
-    if own_workspace:
-        workspace = _new_workspace(config, heap, len(x))
+    lease = None
+    if workspace is None:
+        workspace, lease = private_workspace(config, heap, len(x))
     workspace.publish_tokens(x, topk_ids, topk_weights)
     heap.barrier("forward, publishing tokens and routes")
     counts, all_ids = workspace.gather_routes()
@@ -130,24 +138,13 @@ def moe_forward(
     context = _new_context(
         config, workspace, schedule, x, topk_ids, topk_weights, weights, shared, save
     )
-    context.own_workspace = own_workspace
+    context.lease = lease
     if context.shared is not None:
         with stage_time("shared expert"):
             context.shared_rows = expert_forward(config, context.x, context.shared, routed=False)
     _run_routed_experts(context)
     heap.barrier("forward, pushing expert outputs")
     return _as_output(context, _combine(context)), context
-
-
-def _new_workspace(config: MoEConfig, heap: Any, num_tokens: int) -> Workspace:
-    """A workspace that fits this call: the largest T of all ranks."""
-    sizes = f"num_tokens{heap.__dict__.setdefault('_num_sizes', 0)}"
-    heap._num_sizes += 1
-    heap.alloc(sizes, (1,), np.int64)[0] = num_tokens
-    heap.barrier("sizing the workspace")
-    largest = max(int(heap.peer(rank, sizes)[0]) for rank in range(heap.size))
-    heap.free(sizes)
-    return Workspace(config, heap, largest)
 
 
 def _new_context(
@@ -162,7 +159,7 @@ def _new_context(
     save: str,
 ) -> Context:
     experts = {
-        int(e): ExpertWeights(*(operand_values(config, tensor[e]) for tensor in weights))
+        int(e): _own_operands(config, ExpertWeights(*(tensor[e] for tensor in weights)), True)
         for e in np.flatnonzero(schedule.expert_count)  # nobody reads the weights of the others
     }
     macrobatch, _ = config.ring_rows(schedule.num_rows)
@@ -177,8 +174,8 @@ def _new_context(
         generation=workspace.generation,
         schedule=schedule,
         experts=experts,
-        shared=None if shared is None else ExpertWeights(*(as_values(w) for w in shared)),
-        x=as_values(to_storage(config, x)),
+        shared=None if shared is None else _own_operands(config, shared, False),
+        x=_own(as_values(to_storage(config, x)), x),
         topk_ids=topk_ids.copy(),
         topk_weights=topk_weights.copy(),
         gate=np.zeros(rows, storage_dtype(config)),
@@ -187,6 +184,16 @@ def _new_context(
         shared_rows=None,
         output_dtype=x.dtype,
     )
+
+
+def _own_operands(config: MoEConfig, weights: ExpertWeights, routed: bool) -> ExpertWeights:
+    """One expert's weights as products see them, apart from the caller's arrays."""
+    return ExpertWeights(*(_own(operand_values(config, w, routed), w) for w in weights))
+
+
+def _own(values: Array, given: Array) -> Array:
+    """`values`, copied if they lie in the caller's memory (float64 operands alone do)."""
+    return values.copy() if np.may_share_memory(values, given) else values
 
 
 def _run_routed_experts(context: Context) -> None:
@@ -296,16 +303,17 @@ def moe_backward(
     Raises: ValueError for a bad dy; RuntimeError if the context was used or its workspace reused.
     CUDA:   cuda_src/megakernel_backward.cu
     """
-    if not isinstance(context, Context):
+    check_backward(context, router_share)
+    if context.workspace.heap.device == "cuda":
         from mok_ref.gpu import layer as gpu_layer
 
         return gpu_layer.backward(context, dy, main_grad, router_share)
     _use_context(context, dy, main_grad)
     config, workspace = context.config, context.workspace
     heap, num_tokens = workspace.heap, len(dy)
-    workspace.dy.publish(dy)
-    workspace.mine("d_topk_weights")[...] = 0  # +0 for slots without a route
+    workspace.publish_gradient(dy)
     heap.barrier("backward, publishing dy")
+    workspace.require_same_step("backward")
     grads = _start_gradients(context, main_grad)
     _run_routed_backward(context, grads)
     shared_dx = _shared_backward(context, as_values(to_storage(config, dy)), grads, main_grad)
@@ -316,8 +324,7 @@ def moe_backward(
     dx = dispatch_backward(_own_slots(context), context.topk_ids, shared_dx, router_dx)
     heap.barrier("backward, adding slots up")  # nobody overwrites slots still read
     grads.dx, grads.d_topk_weights = _as_output(context, dx), d_topk_weights
-    if context.own_workspace:
-        context.close()
+    context.close()
     return _round_gradients(config, grads)
 
 
@@ -328,10 +335,12 @@ def _use_context(context: Context, dy: Array, main_grad: Gradients | None) -> No
     if main_grad is not None:
         check_main_grad(context.config, context.workspace.heap.rank, main_grad)
     if context.used:
-        raise RuntimeError("context was used by an earlier moe_backward; run moe_forward again")
+        raise RuntimeError(f"context was {context.used}; run moe_forward again")
+    if context.workspace.closed or is_closed(context.workspace.heap):
+        raise RuntimeError("context is stale: its workspace or heap was closed since")
     if context.generation != context.workspace.generation:
         raise RuntimeError("context is stale: its workspace ran another forward since")
-    context.used = True
+    context.used = "used by an earlier moe_backward"
 
 
 def _start_gradients(context: Context, main_grad: Gradients | None) -> Gradients:

@@ -37,6 +37,9 @@ _EXP_POLY = tuple(
 )
 _DOT_BLOCK = 128
 
+_REAL_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+_BF16_DTYPES = (BFLOAT16, np.dtype(np.uint16))  # native byte order only
+
 
 def array_module(array: Array) -> Any:
     """`numpy` or `cupy`, whichever made `array`."""
@@ -115,10 +118,19 @@ def bits_to_bf16(bits: Array) -> Array:
 
 
 def as_values(array: Array) -> Array:
-    """Values to compute with: bf16 bits become float32, float32 and float64 stay."""
-    if array.dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+    """Values to compute with: bf16 bits become float32, float32 and float64 stay.
+
+    Raises: ValueError for anything else, whose bits would be read as what they are not.
+    """
+    dtype = getattr(array, "dtype", None)
+    if dtype in _REAL_DTYPES:
         return array
-    return bits_to_bf16(array)
+    if dtype in _BF16_DTYPES:
+        return bits_to_bf16(array)
+    raise ValueError(
+        "values must be an array of bfloat16, uint16 (bf16 bits), float32 or float64, "
+        f"got {type(array).__name__ if dtype is None else dtype}"
+    )
 
 
 def canonical_nan(array: Array) -> Array:
@@ -198,10 +210,10 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     """
     a, b = _same_kind(a, b)
     a, c = _same_kind(a, c)
-    if a.dtype == np.float64:
-        return a * b + c
     xp = array_module(a)
     with _quiet():
+        if a.dtype == np.float64:
+            return a * b + c
         product = to_float64(a) * to_float64(b)  # exact: 24 + 24 bits
         addend = to_float64(c) + xp.zeros_like(product)
         total = product + addend
@@ -240,10 +252,11 @@ def exp(x: Array) -> Array:
     CUDA:   cuda_src/numerics.cuh: exp_rn
     """
     xp = array_module(x)
-    if x.dtype == np.float64:
-        return xp.exp(x)
-    if getattr(_EXP_MODE, "fast", False):
-        return xp.exp(xp.fmin(xp.fmax(x, np.float32(-87)), np.float32(88)))
+    with _quiet():
+        if x.dtype == np.float64:
+            return xp.exp(x)
+        if getattr(_EXP_MODE, "fast", False):
+            return xp.exp(xp.fmin(xp.fmax(x, np.float32(-87)), np.float32(88)))
     wide = xp.fmin(xp.fmax(to_float64(x), -87.0), 88.0)
     x = to_float32(wide)  # exact: the bounds are float32
     shifted = fma(x, _LOG2E, _MAGIC)

@@ -14,6 +14,7 @@ from mok_ref.schedule import Schedule, pull_order, walk
 
 FORMATS = (".png", ".svg", ".pdf")
 PADDING_COLOR = "#e4e4e4"
+MAX_LANES = 8  # up to this many ranks every source has a lane of its own
 
 
 def import_pyplot() -> Any:
@@ -58,13 +59,13 @@ def rank_colors(num_ranks: int) -> np.ndarray:
     return matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, num_ranks))[:, :3]
 
 
-def pulls_in_time(config: MoEConfig, schedule: Schedule, rank: int) -> np.ndarray:
-    """(P,) source rank of each row in the order of time: forward's walk, then `pull_order`."""
+def rows_in_time(config: MoEConfig, schedule: Schedule, rank: int) -> np.ndarray:
+    """(P,) rows in the order of time: forward's walk, then `pull_order` inside a minibatch."""
     macrobatch, minibatch = config.ring_rows(schedule.num_rows)
-    pieces = [np.zeros(0, np.int32)]
+    pieces = [np.zeros(0, np.int64)]
     for batch in walk(schedule.num_rows, macrobatch, minibatch, "forward"):
         sources = schedule.peer_rank[batch.rows]
-        pieces.append(sources[pull_order(sources, rank, config.ep_size)])
+        pieces.append(batch.first + pull_order(sources, rank, config.ep_size))
     return np.concatenate(pieces)
 
 
@@ -90,33 +91,45 @@ def draw_schedule(
 
 
 def _draw_strips(axes: Any, config: MoEConfig, schedules: list[Schedule]) -> None:
+    """One strip per rank; time runs to the right, few ranks get a lane per source inside it."""
+    size = config.ep_size
+    lanes = size if 1 < size <= MAX_LANES else 1
+    image = _strips(config, schedules, lanes)
+    axes.imshow(image, aspect="auto", interpolation="none")
+    axes.set_title("Who pulls from whom, in the order of time")
+    axes.set_xlabel("place in the order of pulling (grey: padding to a multiple of 128)")
+    axes.set_ylabel("rank that pulls" + (", a lane per source" if lanes > 1 else ""))
+    shown = range(size) if size <= 16 else [0, size - 1]
+    axes.set_yticks([rank * lanes + (lanes - 1) / 2 for rank in shown], map(str, shown))
+    for rank in range(1, size):
+        axes.axhline(rank * lanes - 0.5, color="black" if lanes > 1 else "white", linewidth=1)
+    if size <= 10:
+        names = [f"from rank {r}" for r in range(size)]
+        handles = [axes.plot([], [], "s", color=color)[0] for color in rank_colors(size)]
+        axes.figure.legend(
+            handles, names, loc="outside lower left", ncols=size, fontsize=8, frameon=False
+        )
+
+
+def _strips(config: MoEConfig, schedules: list[Schedule], lanes: int) -> np.ndarray:
+    """(R * lanes, longest schedule, 3) colours of the rows' sources."""
     colors = rank_colors(config.ep_size)
     longest = max(1, *(schedule.num_rows for schedule in schedules))
-    image = np.ones((config.ep_size, longest, 3))
+    image = np.ones((config.ep_size * lanes, longest, 3))
     padding = tuple(int(PADDING_COLOR[i : i + 2], 16) / 255 for i in (1, 3, 5))
     for rank, schedule in enumerate(schedules):
-        sources = pulls_in_time(config, schedule, rank)
-        real = sources >= 0
-        image[rank, : len(sources)] = padding
-        image[rank, np.flatnonzero(real)] = colors[sources[real]]
-    axes.imshow(image, aspect="auto", interpolation="none")
-    axes.set_title("Rows in the order they are pulled, coloured by the rank that owns the token")
-    axes.set_xlabel("row (grey: padding to a multiple of 128)")
-    axes.set_ylabel("rank that pulls")
-    axes.set_yticks(range(config.ep_size) if config.ep_size <= 16 else [0, config.ep_size - 1])
-    for edge in np.arange(0.5, config.ep_size - 1):
-        axes.axhline(edge, color="white", linewidth=2)
-    if config.ep_size <= 10:
-        handles = [axes.plot([], [], "s", color=colors[r])[0] for r in range(config.ep_size)]
-        names = [f"rank {r}" for r in range(config.ep_size)]
-        place = {"loc": "upper right", "bbox_to_anchor": (1, -0.12), "frameon": False}
-        axes.legend(handles, names, ncols=config.ep_size, fontsize=8, **place)
+        sources = schedule.peer_rank[rows_in_time(config, schedule, rank)]
+        strip = image[rank * lanes : (rank + 1) * lanes]
+        strip[:, np.flatnonzero(sources < 0)] = padding
+        real = np.flatnonzero(sources >= 0)
+        strip[sources[real] % lanes, real] = colors[sources[real]]
+    return image
 
 
 def draw_traffic(axes: Any, traffic: np.ndarray) -> None:
     """Rows that each rank pulls from each rank, as a heat map with numbers where they fit."""
     axes.imshow(traffic, cmap="Blues", vmin=0)
-    axes.set_title("Rows pulled")
+    axes.set_title("Rows pulled in all")
     axes.set_xlabel("from rank")
     axes.set_ylabel("by rank")
     size = len(traffic)
@@ -132,7 +145,7 @@ def draw_traffic(axes: Any, traffic: np.ndarray) -> None:
 def draw_routing(
     path: str | Path, title: str, topk_ids: np.ndarray, num_experts: int, traffic: np.ndarray
 ) -> None:
-    """Which expert each token went to, rows per expert, and the rank-to-rank matrix.
+    """Which expert each token went to, tokens per expert, and the rank-to-rank matrix.
 
     topk_ids (N, K) of the whole batch. Raises: ValueError for a bad path, RuntimeError without
     matplotlib.
@@ -144,11 +157,16 @@ def draw_routing(
     )
     token, slot = np.nonzero(topk_ids >= 0)
     experts = topk_ids[token, slot]
-    axes[0].scatter(token, experts, s=3, c=slot, cmap="viridis", linewidths=0)
+    for k in range(topk_ids.shape[1]):  # a choice sits a little below the one before it
+        mine, shift = slot == k, 0.5 * (k / topk_ids.shape[1] - 0.25)
+        axes[0].scatter(token[mine], experts[mine] + shift, s=4, linewidths=0, label=f"choice {k}")
     axes[0].set(title=title, xlabel="token", ylabel="expert", ylim=(num_experts - 0.5, -0.5))
-    rows = np.bincount(experts, minlength=num_experts)
-    axes[1].barh(np.arange(num_experts), rows)
-    axes[1].set(title="Rows per expert", xlabel="rows", ylim=(num_experts - 0.5, -0.5))
+    legend = {"loc": "outside lower left", "fontsize": 8, "markerscale": 3, "frameon": False}
+    figure.legend(ncols=topk_ids.shape[1], **legend)
+    tokens = np.bincount(experts, minlength=num_experts)
+    axes[1].barh(np.arange(num_experts), tokens)
+    axes[1].set(title="Tokens per expert", xlabel=f"tokens (each has {topk_ids.shape[1]} choices)")
+    axes[1].set(ylabel="expert", ylim=(num_experts - 0.5, -0.5))
     draw_traffic(axes[2], traffic)
     save(figure, path)
     pyplot.close(figure)

@@ -13,13 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from mok_ref.casefile import CONTRACT
+from mok_ref.casefile import CONTRACT, Case
+from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.plotting import rows_in_time
 from mok_ref.runner import Plan, RunResult
-from mok_ref.schedule import build_schedule, walk
+from mok_ref.schedule import Schedule, build_schedule, walk
+from mok_ref.verify import Verdict
 
 # Stages that happen once per minibatch: what a progress bar counts.
 MINIBATCH_STAGES = ("gate/up", "down", "row gradients", "weight gradients")
 WHOLE_STEPS = ("routing", "forward", "backward", "router gradient")
+SHORT = 12  # characters of a digest in a table; 48 bits tell any two runs apart
 INNER_STAGES = {
     "forward": ("schedule", "shared expert", "pull", "gate/up", "down", "combine"),
     "backward": ("row gradients", "weight gradients", "shared backward"),
@@ -44,21 +48,24 @@ def table(title: str | None, *columns: str) -> Table:
     return made
 
 
+def describe_case(case: Case) -> str:
+    """Sizes and options of a case in one line."""
+    experts, inner, hidden = case.w_gate.shape
+    parts = [f"N={case.num_tokens} H={hidden} I={inner} E={experts} K={case.top_k}"]
+    if case.shared is not None:
+        parts.append(f"shared expert of width {len(case.shared.gate)}")
+    if case.swiglu_limit is not None:
+        parts.append(f"clamp {case.swiglu_limit:g}")
+    if case.routing is not None:
+        parts.append(f"{case.routing.score} router")
+    return ", ".join(parts)
+
+
 def describe(plan: Plan) -> str:
     """Sizes and options of a run in one line."""
-    config, case = plan.config, plan.case
-    parts = [
-        f"N={case.num_tokens} H={config.hidden_size} I={config.intermediate_size} "
-        f"E={config.num_experts} K={config.top_k} R={config.ep_size}"
-    ]
-    if config.shared_intermediate_size:
-        parts.append(f"shared {config.shared_intermediate_size}")
-    if config.swiglu_limit is not None:
-        parts.append(f"clamp {config.swiglu_limit:g}")
-    if case.routing is not None:
-        parts.append(f"router {case.routing.score}")
-    parts += [config.row_order, config.dtype, config.arithmetic, plan.settings.device]
-    return ", ".join(parts)
+    config = plan.config
+    options = [config.row_order, config.dtype, config.arithmetic, plan.settings.device]
+    return f"{describe_case(plan.case)}, R={config.ep_size}, {', '.join(options)}"
 
 
 def tokens_per_second(result: RunResult) -> float:
@@ -72,7 +79,12 @@ def stage_order(result: RunResult) -> list[str]:
     order: list[str] = []
     for step in WHOLE_STEPS:
         order += [step, *INNER_STAGES.get(step, ())]
-    return [name for name in order if name in result.stages]
+    plan, absent = result.plan, set()
+    if plan.case.routing is None:
+        absent.add("routing")
+    if plan.case.shared is None:
+        absent |= {"shared expert", "shared backward"}
+    return [name for name in order if name in result.stages and name not in absent]
 
 
 def print_run(result: RunResult) -> None:
@@ -90,11 +102,12 @@ def print_run(result: RunResult) -> None:
         indent = "" if name in WHOLE_STEPS else "  "
         stages.add_row(f"{indent}{name}", f"{1e3 * result.stages[name]:.2f}")
     out.print(stages)
-    out.print(f"path {result.path}, {tokens_per_second(result):.0f} tokens/s")
+    kernels = "NumPy reference" if result.path == "reference" else f"{result.path} kernels"
+    out.print(f"{kernels}, {tokens_per_second(result):.0f} tokens/s")
     tensors = table("Tensors", "name", "dtype", "shape", "sha-256")
     for name, value in result.digests.items():
         tensor = result.tensors[name]
-        tensors.add_row(name, tensor.dtype.name, "x".join(map(str, tensor.shape)), value)
+        tensors.add_row(name, tensor.dtype.name, "x".join(map(str, tensor.shape)), value[:SHORT])
     out.print(tensors)
     print(f"digest {result.digest}")
     if plan.config.arithmetic != "exact":
@@ -130,6 +143,32 @@ def run_report(result: RunResult) -> dict[str, Any]:
         "digest": result.digest,
         "digests": result.digests,
     }
+
+
+# --------------------------------------------------------------------------- verify
+
+
+def print_verdict(case: Case, verdict: Verdict) -> None:
+    """One row per run, what the columns mean, and one sentence."""
+    out = console()
+    out.print(describe_case(case))
+    devices = {check.device for check in verdict.checks}
+    shown = table(None, ">R", "order", "ring", "save", "placement", "digest", "bits")
+    for number, check in enumerate(verdict.checks):
+        good = "first run" if number == 0 and devices == {"cpu"} else "equal"
+        cells = (check.ranks, check.order, check.ring, check.save, check.placement)
+        shown.add_row(*map(str, cells), check.digest[:SHORT], check.fault or good)
+    for ranks in verdict.skipped:
+        shown.add_row(str(ranks), "", "", "", "", "", "skipped")
+    out.print(shown)
+    out.print("ring: macrobatch, minibatch in rows; whole: all rows of a rank at once.")
+    out.print("save: what forward keeps for backward. Neither changes a bit.")
+    if any(check.order == "round_robin" for check in verdict.checks):
+        out.print(
+            "round_robin: its row order depends on R, and with it the routed experts' weight\n"
+            "gradients: one digest per R; every other result equals the canonical one."
+        )
+    print(verdict.sentence())
 
 
 # --------------------------------------------------------------------------- progress
@@ -175,7 +214,8 @@ def progress(plan: Plan, ranks: list[int]) -> Iterator[Callable[[str], None] | N
 def print_schedule(plan: Plan, topk_ids: np.ndarray, traffic: np.ndarray, num_rows: int) -> None:
     """The rank-to-rank matrix, each rank's experts, and the first rows of every schedule."""
     out, config = console(), plan.config
-    out.print(describe(plan))
+    sizes = f"N={plan.case.num_tokens} E={config.num_experts} K={config.top_k} R={config.ep_size}"
+    out.print(f"{sizes}, {config.row_order} order")
     matrix = table("Rows that a rank pulls", "by", *(f">from {r}" for r in range(config.ep_size)))
     for rank, row in enumerate(traffic):
         matrix.add_row(f"rank {rank}", *map(str, row))
@@ -186,10 +226,15 @@ def print_schedule(plan: Plan, topk_ids: np.ndarray, traffic: np.ndarray, num_ro
         segments = [f"{e}: {n} from row {o}" for e, o, n in experts]
         out.print(f"rank {rank}: {schedule.num_rows} rows; experts {', '.join(segments) or 'none'}")
         if num_rows > 0:
-            rows = table(None, ">row", ">expert", ">from rank", ">token", ">slot")
-            real = np.flatnonzero(schedule.peer_rank >= 0)[:num_rows]
-            for row in real:
-                expert = schedule.expert_ids[schedule.row_block_expert[row // 128]]
-                token, slot = divmod(int(schedule.peer_row[row]), config.top_k)
-                rows.add_row(*map(str, (row, expert, schedule.peer_rank[row], token, slot)))
-            out.print(rows)
+            out.print(_first_rows(config, schedule, rank, num_rows))
+
+
+def _first_rows(config: MoEConfig, schedule: Schedule, rank: int, num_rows: int) -> Table:
+    """Where the first rows come from; "pulled" is their place in time, as in the picture."""
+    rows = table(None, ">row", ">expert", ">from rank", ">token", ">slot", ">pulled")
+    when = np.argsort(rows_in_time(config, schedule, rank))
+    for row in np.flatnonzero(schedule.peer_rank >= 0)[:num_rows]:
+        expert = schedule.expert_ids[schedule.row_block_expert[row // ROW_TILE]]
+        token, slot = divmod(int(schedule.peer_row[row]), config.top_k)
+        rows.add_row(*map(str, (row, expert, schedule.peer_rank[row], token, slot, when[row])))
+    return rows

@@ -9,18 +9,21 @@ All comparisons are made on integer keys (`choice_key`), all float32 arithmetic 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mok_ref.numerics import add, array_module, div, exp, mul, sigmoid, sub, to_bf16
+from mok_ref.config import float32_of, is_int, is_real
+from mok_ref.numerics import add, array_module, div, exp, mul, sigmoid, sub, to_bf16, to_float32
 from mok_ref.tensor_core import tc
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
+_REALS = ("float32", "float64")  # float64 is the oracle, for logits; a bias is rounded to float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,20 +50,29 @@ class RoutingOptions:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k=}")
-        if self.score not in SCORES:
-            raise ValueError(f"score must be one of {SCORES}, got {self.score=}")
-        if self.group_score not in GROUP_SCORES:
-            raise ValueError(f"group_score must be one of {GROUP_SCORES}, got {self.group_score=}")
-        if self.num_groups < 1:
-            raise ValueError(f"num_groups must be at least 1, got {self.num_groups=}")
-        if not 1 <= self.num_kept <= self.num_groups:
-            raise ValueError(
-                f"keep_groups must be in 1..num_groups, got {self.keep_groups=}, {self.num_groups=}"
-            )
-        if not abs(self.scale) <= float(np.finfo(np.float32).max):
-            raise ValueError(f"scale must be a finite float32, got {self.scale=}")
+        for name in ("top_k", "num_groups"):
+            value = getattr(self, name)
+            if not (is_int(value) and value >= 1):
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+            object.__setattr__(self, name, int(value))
+        for name, allowed in (("score", SCORES), ("group_score", GROUP_SCORES)):
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value in allowed):
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        if self.keep_groups is not None:
+            if not (is_int(self.keep_groups) and 1 <= self.keep_groups <= self.num_groups):
+                raise ValueError(
+                    "keep_groups must be an integer in 1..num_groups, got "
+                    f"keep_groups={self.keep_groups!r}, num_groups={self.num_groups}"
+                )
+            object.__setattr__(self, "keep_groups", int(self.keep_groups))
+        if not isinstance(self.renormalize, (bool, np.bool_)):
+            raise ValueError(f"renormalize must be True or False, got {self.renormalize!r}")
+        if not (is_real(self.scale) and math.isfinite(float32_of(self.scale))):
+            raise ValueError(f"scale must be a finite float32, got {self.scale!r}")
+        object.__setattr__(self, "scale", float(self.scale))
+        if self.choice_bias is not None:
+            _check_bias(self.choice_bias)
 
     @property
     def num_kept(self) -> int:
@@ -87,8 +99,15 @@ class RoutingOptions:
                     "choice_bias must have shape (num_experts,), "
                     f"got {tuple(bias.shape)}, {num_experts=}"
                 )
-            if not bool(array_module(bias).isfinite(bias).all()):
-                raise ValueError("choice_bias must be finite, got a NaN or infinite value")
+
+
+def _check_bias(bias: Any) -> None:
+    """An array whose values are finite once they are float32, which is what they are added as."""
+    if str(getattr(bias, "dtype", None)) not in _REALS:
+        got = getattr(bias, "dtype", type(bias).__name__)
+        raise ValueError(f"choice_bias must be {' or '.join(_REALS)}, got {got}")
+    if not bool(array_module(bias).isfinite(to_float32(bias)).all()):
+        raise ValueError("choice_bias must be finite as float32, got a NaN or infinite value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +144,10 @@ def router_logits(x: Array, w_router: Array, arithmetic: str = "exact") -> Array
 
 
 def check_logits(logits: Array, options: RoutingOptions) -> None:
-    """Refuse logits that no choice can be defined on: wrong rank, NaN, +Inf."""
+    """Refuse logits that no choice can be defined on: wrong dtype or rank, NaN, +Inf."""
+    if str(getattr(logits, "dtype", None)) not in _REALS:
+        got = getattr(logits, "dtype", type(logits).__name__)
+        raise ValueError(f"logits must be float32 (float64 for the oracle), got {got}")
     if logits.ndim != 2:
         raise ValueError(f"logits must have shape (tokens, experts), got {tuple(logits.shape)}")
     options.check_num_experts(logits.shape[1])
@@ -264,12 +286,16 @@ def route_weights(
         ratio[k] = score[id[k]] / total   (0 if total = 0)   if renormalize, else score[id[k]]
         weight[k] = ratio[k] * scale
 
+    A slot of -1 has weight and ratio +0: the zero is put in after the product, whose sign would be
+    that of `scale`.
+
     Returns (topk_weights (T, K), ratio (T, K), total (T,)), float32; +0 for a slot of -1
     Order:  k ascending, one float32 accumulator from +0.
     """
     xp = array_module(scores)
     chosen = xp.take_along_axis(scores, xp.maximum(topk_ids, 0), axis=1)
-    chosen = xp.where(topk_ids >= 0, chosen, xp.zeros_like(chosen))
+    is_route, zero = topk_ids >= 0, xp.zeros_like(chosen)
+    chosen = xp.where(is_route, chosen, zero)
     total = xp.zeros_like(scores[:, 0])
     for slot in range(topk_ids.shape[1]):
         total = add(total, chosen[:, slot])
@@ -277,7 +303,8 @@ def route_weights(
     if options.renormalize:
         divisor = xp.where(is_zero(total), xp.ones_like(total), total)
         ratio = div(chosen, divisor[:, None])  # chosen is 0 where total is
-    return mul(ratio, scale_of(scores, options)), ratio, total
+    weights = xp.where(is_route, mul(ratio, scale_of(scores, options)), zero)
+    return weights, ratio, total
 
 
 def is_zero(value: Array) -> Array:
@@ -287,14 +314,14 @@ def is_zero(value: Array) -> Array:
 
 def scale_of(like: Array, options: RoutingOptions) -> Array:
     """`scale`, rounded to float32, in the dtype and array module of `like`."""
-    return array_module(like).asarray(np.float32(options.scale), dtype=like.dtype)
+    return array_module(like).asarray(np.float32(float32_of(options.scale)), dtype=like.dtype)
 
 
 def choice_of(scores: Array, options: RoutingOptions) -> Array:
     """What experts are chosen by (spec R4): score + choice_bias; the bias enters nothing else."""
     if options.choice_bias is None:
         return scores
-    bias = array_module(scores).asarray(options.choice_bias, dtype=scores.dtype)
+    bias = to_float32(array_module(scores).asarray(options.choice_bias))
     return add(scores, bias[None, :])
 
 

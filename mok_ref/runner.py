@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import numpy as np
 
 from mok_ref.case_router import DeviceCaseRouter, ReferenceRouter
-from mok_ref.casefile import OUTPUT_EXPERTS, OUTPUT_REPLICATED, OUTPUT_TOKENS, Case
-from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.casefile import (
+    MAX_RANKS,
+    OUTPUT_EXPERTS,
+    OUTPUT_REPLICATED,
+    OUTPUT_TOKENS,
+    Case,
+)
+from mok_ref.config import ARITHMETICS, ROW_TILE, SAVE_MODES, MoEConfig
 from mok_ref.experts import ExpertWeights
 from mok_ref.heap import run_on_world, run_ranks
 from mok_ref.layer import moe_backward, moe_forward
@@ -22,11 +29,14 @@ from mok_ref.timing import StageClock, stage_time
 
 DEVICES = ("cpu", "cuda")
 PATHS = ("auto", "hopper", "portable")
+MAX_TIMEOUT_S = 1e6  # more than eleven days is no limit; clocks of the system end at 2^63 ns
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run a case; None means: as the case says. `placement` "even" ignores the case's.
+    """How to run a case; None means: as the case says.
+
+    placement  owner ranks, or "even": equal numbers of experts per rank, as far as they divide
 
     path   which kernels compute products on a GPU: "auto", "hopper" or "portable"
     """
@@ -122,10 +132,7 @@ def make_plan(case: Case, settings: Settings, job_size: int | None = None) -> Pl
     job_size   number of MPI processes, None outside mpiexec
     Raises: ValueError naming argument, rule and value.
     """
-    if settings.device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {settings.device!r}")
-    if settings.path not in PATHS:
-        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {settings.path!r}")
+    check_settings(settings)
     if settings.backward and case.dy is None:
         raise ValueError("dy must be in the case for --backward, got none")
     ranks = _num_ranks(case, settings, job_size)
@@ -136,10 +143,34 @@ def make_plan(case: Case, settings: Settings, job_size: int | None = None) -> Pl
     return Plan(case, case_config(case, settings, ranks), splits, settings)
 
 
+def check_settings(settings: Settings) -> None:
+    """Refuse what no case could be run with, and options that would do nothing.
+
+    Raises: ValueError naming argument, rule and value.
+    """
+    choices = {"device": DEVICES, "path": PATHS, "arithmetic": ARITHMETICS, "save": SAVE_MODES}
+    for name, allowed in choices.items():
+        value = getattr(settings, name)
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    if settings.device == "cpu" and settings.path != "auto":
+        raise ValueError(f"path must be auto with device cpu, got {settings.path!r}")
+    if settings.device == "cuda" and settings.arithmetic != "exact":
+        raise ValueError(f"arithmetic must be exact with device cuda, got {settings.arithmetic!r}")
+    if not 0 < settings.timeout_s <= MAX_TIMEOUT_S:  # NaN is refused, too
+        raise ValueError(
+            f"timeout must be a number of seconds > 0, at most {MAX_TIMEOUT_S:g}, "
+            f"got {settings.timeout_s:g}"
+        )
+    if settings.ranks is not None:
+        if settings.ranks < 1:
+            raise ValueError(f"ranks must be >= 1, got {settings.ranks}")
+        if settings.ranks > MAX_RANKS:
+            raise ValueError(f"ranks must be at most {MAX_RANKS}, got {settings.ranks}")
+
+
 def _num_ranks(case: Case, settings: Settings, job_size: int | None) -> int:
     asked = settings.ranks
-    if asked is not None and asked < 1:
-        raise ValueError(f"ranks must be >= 1, got {asked}")
     if job_size is None:
         return asked or (1 if case.splits is None else len(case.splits))
     if asked is not None and asked != job_size:
@@ -154,9 +185,9 @@ def _num_ranks(case: Case, settings: Settings, job_size: int | None) -> int:
 
 def case_config(case: Case, settings: Settings, ranks: int) -> MoEConfig:
     """The layer's configuration for `ranks` ranks. Raises: ValueError."""
-    placement = settings.placement
-    if placement is None and case.placement is not None:
-        placement = tuple(int(owner) for owner in case.placement)
+    dtype = settings.dtype or case.dtype
+    if settings.scale_rule is not None and dtype == "bf16":
+        raise ValueError(f"scale_rule must be left out for bf16, got {settings.scale_rule!r}")
     return MoEConfig(
         hidden_size=case.x.shape[1],
         intermediate_size=case.w_gate.shape[1],
@@ -166,13 +197,41 @@ def case_config(case: Case, settings: Settings, ranks: int) -> MoEConfig:
         shared_intermediate_size=0 if case.shared is None else len(case.shared.gate),
         swiglu_limit=case.swiglu_limit,
         row_order=settings.order or case.order,
-        dtype=settings.dtype or case.dtype,
+        dtype=dtype,
         scale_rule=settings.scale_rule or case.scale_rule,
-        placement=None if isinstance(placement, str) else placement,
+        placement=_placement(case, settings, ranks),
         macrobatch=settings.macrobatch,
         minibatch=settings.minibatch,
         arithmetic=settings.arithmetic,
     )
+
+
+def _placement(case: Case, settings: Settings, ranks: int) -> tuple[int, ...] | None:
+    """Owner of each expert; None where E / R in order serves. Bits never depend on it."""
+    num_experts, wanted = len(case.w_gate), settings.placement
+    if wanted == "even":
+        return None if num_experts % ranks == 0 else even_placement(num_experts, ranks)
+    if isinstance(wanted, tuple):
+        return wanted
+    if case.placement is not None:
+        highest = int(case.placement.max(initial=0))
+        if highest >= ranks:
+            raise ValueError(
+                f"placement of the case must name ranks below {ranks}, got rank {highest}; "
+                "--placement even puts others in its place"
+            )
+        return tuple(int(owner) for owner in case.placement)
+    if num_experts % ranks:
+        raise ValueError(
+            f"ranks must divide the number of experts, got {num_experts} experts on {ranks} ranks; "
+            "--placement even shares them out as evenly as they go"
+        )
+    return None
+
+
+def even_placement(num_experts: int, ranks: int) -> tuple[int, ...]:
+    """owner[e] = floor(e R / E): in order, numbers of experts that differ by one at most."""
+    return tuple(expert * ranks // num_experts for expert in range(num_experts))
 
 
 # --------------------------------------------------------------------------- one rank
@@ -345,6 +404,9 @@ def assemble(plan: Plan, results: list[RankResult]) -> RunResult:
 # --------------------------------------------------------------------------- random cases
 
 
+MAX_SIZE = 2**31 - 1  # ids and counts are int32
+
+
 @dataclass(frozen=True)
 class RandomCase:
     """Sizes of a random problem; the same numbers give the same case everywhere."""
@@ -361,12 +423,25 @@ class RandomCase:
 
     def make(self) -> Case:
         """x ~ N(0, 1), weights ~ N(0, 1/fan-in), routes without repetition where E >= K."""
-        for name in ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "top_k"):
-            low = 0 if name == "num_tokens" else 1
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be >= {low}, got {getattr(self, name)}")
-        if self.shared_size < 0:
-            raise ValueError(f"shared_size must be >= 0, got {self.shared_size}")
+        sizes = ("num_tokens", "hidden_size", "intermediate_size", "num_experts", "top_k")
+        for name in (*sizes, "shared_size", "seed"):
+            value, low = getattr(self, name), int(name in sizes[1:])
+            if value < low:
+                raise ValueError(f"{name} must be >= {low}, got {value}")
+            if value > MAX_SIZE and name != "seed":
+                raise ValueError(f"{name} must be at most {MAX_SIZE}, got {value}")
+        given = ", ".join(f"{name}={getattr(self, name)}" for name in (*sizes, "shared_size"))
+        experts, hidden = self.num_experts, self.hidden_size
+        rows = max(self.num_tokens, experts * self.intermediate_size, self.shared_size)
+        largest = max(rows * hidden, self.num_tokens * max(experts, self.top_k))
+        try:
+            if 8 * largest > sys.maxsize:  # drawn in float64; NumPy has no such arrays
+                raise MemoryError
+            return self._draw()
+        except MemoryError as error:
+            raise ValueError(f"sizes must fit into memory, got {given}") from error
+
+    def _draw(self) -> Case:
         rng = np.random.default_rng([self.seed, 0])
         hidden, inner, experts = self.hidden_size, self.intermediate_size, self.num_experts
 

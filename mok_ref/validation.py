@@ -9,9 +9,31 @@ import numpy as np
 
 from mok_ref.config import SAVE_MODES, MoEConfig
 from mok_ref.experts import ExpertWeights
+from mok_ref.heap.protocol import HeapError, SymmetricHeap, is_closed
 from mok_ref.numerics import BFLOAT16
+from mok_ref.workspace import Workspace
 
 _BF16_DTYPES = (BFLOAT16, np.dtype(np.uint16))
+
+
+def check_layer(config: Any, heap: Any) -> None:
+    """What decides where the layer runs. Raises ValueError."""
+    if not isinstance(config, MoEConfig):
+        raise ValueError(f"config must be an MoEConfig, got {type(config).__name__}")
+    if not isinstance(heap, SymmetricHeap):
+        raise ValueError(f"heap must be a symmetric heap, got {type(heap).__name__}")
+
+
+def check_backward(context: Any, router_share: Any) -> None:
+    """What `moe_backward` takes before it knows where it runs. Raises ValueError."""
+    if not hasattr(getattr(getattr(context, "workspace", None), "heap", None), "device"):
+        raise ValueError(
+            f"context must be the one that moe_forward returned, got {type(context).__name__}"
+        )
+    if not (router_share is None or callable(router_share)):
+        raise ValueError(
+            f"router_share must be a function or None, got {type(router_share).__name__}"
+        )
 
 
 def check_forward(
@@ -25,10 +47,12 @@ def check_forward(
     workspace: Any,
     save: str,
 ) -> None:
-    """Everything `moe_forward` takes. Raises ValueError."""
+    """Everything `moe_forward` takes. Raises ValueError; HeapError if the heap is closed."""
+    if is_closed(heap):
+        raise HeapError(f"the heap of rank {heap.rank} is closed")
     if heap.size != config.ep_size:
         raise ValueError(f"ep_size must be the heap's size {heap.size}, got {config.ep_size}")
-    if save not in SAVE_MODES:
+    if not (isinstance(save, str) and save in SAVE_MODES):
         raise ValueError(f"save must be one of {', '.join(SAVE_MODES)}, got {save!r}")
     check_activations(config, "x", x)
     check_routes(config, len(x), topk_ids, topk_weights)
@@ -39,6 +63,10 @@ def check_forward(
 
 def check_workspace(config: MoEConfig, heap: Any, num_tokens: int, workspace: Any) -> None:
     """A workspace serves the heap and the config it was made for, up to its max_tokens."""
+    if not isinstance(workspace, Workspace):
+        raise ValueError(f"workspace must be a Workspace, got {type(workspace).__name__}")
+    if workspace.closed:
+        raise ValueError("workspace must be open, got one that was closed")
     if workspace.heap is not heap:
         raise ValueError(
             f"workspace must be made on the heap of this call, got one of rank "
@@ -108,6 +136,10 @@ def check_weights(
     config: MoEConfig, rank: int, weights: ExpertWeights, shared: ExpertWeights | None
 ) -> None:
     """Shapes and dtypes of this rank's experts and of the shared expert."""
+    for name, given in (("weights", weights), ("shared", shared)):
+        parts = all(hasattr(given, part) for part in ("gate", "up", "down"))
+        if not parts and not (name == "shared" and given is None):
+            raise ValueError(f"{name} must be ExpertWeights, got {type(given).__name__}")
     local, hidden = config.num_local_experts(rank), config.hidden_size
     inner, shared_inner = config.intermediate_size, config.shared_intermediate_size
     _check_shape(config, "weights.gate", weights.gate, (local, inner, hidden))

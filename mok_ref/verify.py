@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from mok_ref.casefile import OUTPUT_EXPERTS, Case
+from mok_ref.casefile import MAX_RANKS, OUTPUT_EXPERTS, OUTPUT_REPLICATED, Case
 from mok_ref.experts import ExpertWeights
 from mok_ref.runner import RandomCase, RunResult, Settings, make_plan, routes_of, run_virtual
 from mok_ref.testing import assert_bitwise_equal
@@ -23,15 +24,23 @@ DEFAULT_RANKS = "1,8,72"
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """One way of running the case, and what came of it. `fault` is empty where all bits agree."""
+    """One way of running the case, and what came of it. `fault` is empty where all bits agree.
+
+    ring       macrobatch, minibatch in rows; "whole": all rows of a rank at once
+    save       what forward keeps for backward
+    placement  "even", "scattered" or "case": ranks, tokens and owners as in the file
+    left_out   results that are not compared, by definition
+    """
 
     ranks: int
     device: str
     order: str
     ring: str
+    save: str
     placement: str
     digest: str
     fault: str
+    left_out: str = ""
 
 
 def default_case() -> Case:
@@ -55,9 +64,12 @@ def parse_ranks(text: str) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"ranks must look like 1,8,72 or 1-4,8, got {text!r}")
-        ranks.update(range(int(first), int(last if dash else first) + 1))
-    if not ranks or min(ranks) < 1 or max(ranks) > 1024:
-        raise ValueError(f"ranks must be in 1..1024, got {text!r}")
+        low, high = int(first[:9]), int((last if dash else first)[:9])
+        if not 1 <= low <= high <= MAX_RANKS:
+            raise ValueError(
+                f"ranks must be in 1..{MAX_RANKS}, ranges low-high, got {part.strip()[:40]!r}"
+            )
+        ranks.update(range(low, high + 1))
     return sorted(ranks)
 
 
@@ -66,6 +78,13 @@ def fitting_ranks(case: Case, ranks: list[int]) -> tuple[list[int], list[int]]:
     num_experts = len(case.w_gate)
     fitting = [r for r in ranks if num_experts % r == 0]
     return fitting, [r for r in ranks if r not in fitting]
+
+
+def own_variant(case: Case, device: str, dtype: str | None) -> Settings | None:
+    """The configuration that the case itself names; None where it leaves all of it open."""
+    if case.splits is None and case.placement is None:
+        return None
+    return Settings(device=device, dtype=dtype, backward=case.dy is not None)
 
 
 def variants(case: Case, ranks: list[int], device: str, dtype: str | None) -> Iterator[Settings]:
@@ -96,6 +115,8 @@ class Verifier:
     canonical    every tensor equal to the first canonical run
     round_robin  every tensor equal to the first round_robin run of the same R; everything but the
                  routed experts' dW, whose row order depends on R, equal to the first run of all
+    the case's   equal to the first run, without replicated gradients where the file's splits are
+                 not in units of 16 (spec section 6)
     """
 
     def __init__(self, case: Case) -> None:
@@ -107,29 +128,91 @@ class Verifier:
 
     def check(self, settings: Settings) -> Check:
         """Run one variant. Raises: ValueError for a case that does not fit."""
-        result = run_virtual(make_plan(self._even_case, settings))
-        faults = [self._against_all(result, settings)]
+        is_own = settings.placement is None  # ranks, tokens, owners and order of the file
+        result = run_virtual(make_plan(self._case if is_own else self._even_case, settings))
+        config = result.plan.config
+        left_out = OUTPUT_EXPERTS if config.row_order == "round_robin" else ()
+        if is_own and not in_units_of_16(result.plan.splits):
+            left_out = (*left_out, *OUTPUT_REPLICATED)
+        self._first = self._first or result
+        faults = [first_difference(self._first, result, left_out)]
         if settings.order == "round_robin":
             assert settings.ranks is not None
             first = self._first_of.setdefault(settings.ranks, result)
             faults.append(first_difference(first, result))
-        ring = f"{settings.macrobatch or 'whole'}/{settings.minibatch or 'auto'} {settings.save}"
-        placement = "even" if settings.placement == "even" else "scattered"
+        size = (settings.macrobatch, settings.minibatch)
         return Check(
-            ranks=result.plan.config.ep_size,
+            ranks=config.ep_size,
             device=settings.device,
-            order=result.plan.config.row_order,
-            ring=ring,
-            placement=placement,
+            order=config.row_order,
+            ring="whole" if size == (None, None) else f"{size[0]}, {size[1]}",
+            save=settings.save,
+            placement=_placement_word(settings),
             digest=result.digest,
             fault=next((fault for fault in faults if fault), ""),
+            left_out=", ".join(name for name in left_out if name in result.tensors),
         )
 
-    def _against_all(self, result: RunResult, settings: Settings) -> str:
-        if self._first is None:
-            self._first = result
-        leave_out = OUTPUT_EXPERTS if settings.order == "round_robin" else ()
-        return first_difference(self._first, result, leave_out)
+
+def _placement_word(settings: Settings) -> str:
+    if isinstance(settings.placement, tuple):
+        return "scattered"
+    return settings.placement or "case"
+
+
+def in_units_of_16(splits: np.ndarray) -> bool:
+    """Whether each rank but the last non-empty one holds a multiple of 16 tokens."""
+    filled = splits[splits > 0]
+    return not (filled[:-1] % 16).any()
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """All checks of a case, and the sentence that sums them up."""
+
+    checks: list[Check]
+    skipped: list[int]
+    num_experts: int
+    intermediates_equal: bool = True
+
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of ranks that were asked for and run."""
+        return sorted({check.ranks for check in self.checks if check.placement != "case"})
+
+    @property
+    def equal(self) -> bool:
+        """Whether at least two numbers of ranks gave equal bits everywhere."""
+        no_fault = not any(check.fault for check in self.checks)
+        return len(self.ranks) >= 2 and no_fault and self.intermediates_equal
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as one JSON object."""
+        runs = [asdict(check) for check in self.checks]
+        summary = self.sentence()
+        return {"equal": self.equal, "skipped": self.skipped, "summary": summary, "runs": runs}
+
+    def sentence(self) -> str:
+        """What was compared, what differed, what was left out."""
+        ran = f"R = {', '.join(map(str, self.ranks)) or 'none'}"
+        faults = sum(bool(check.fault) for check in self.checks)
+        if faults or not self.intermediates_equal:
+            where = f"{faults} of {len(self.checks)} runs" if faults else "intermediates"
+            text = f"NOT verified: bits differ in {where}"
+        elif len(self.ranks) < 2:
+            text = f"NOT verified: fewer than two numbers of ranks compared, {ran}"
+        else:
+            text = f"all bits equal: {len(self.checks)} runs, {ran}"
+        own = [check.ranks for check in self.checks if check.placement == "case"]
+        if own:
+            text += f" and the case as it is on {own[0]}"
+        if self.skipped:
+            numbers = ", ".join(map(str, self.skipped))
+            text += f"; skipped {numbers} (no divisor of E={self.num_experts})"
+        left_out = sorted({check.left_out for check in self.checks if check.placement == "case"})
+        if any(left_out):
+            text += f"; not compared in the case's own splits: {', '.join(filter(None, left_out))}"
+        return text
 
 
 def first_difference(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.config import ROW_TILE, MoEConfig, is_int
 from mok_ref.dispatch import dispatch_forward
+from mok_ref.heap.protocol import RankMismatch, is_closed
 from mok_ref.mxfp8 import dequantize, num_blocks, quantize
 from mok_ref.numerics import BFLOAT16, as_values, bf16_to_bits, to_float64
 from mok_ref.ring import TokenRing
@@ -100,7 +104,8 @@ class Workspace:
     Collective: every rank makes it with the same config and the same max_tokens. A workspace holds
     one forward's state; the next forward invalidates contexts made before.
     On a device heap it is a `mok_ref.gpu.workspace.DeviceWorkspace`, which takes more options.
-    Raises: ValueError if ranks disagree.
+    max_saved_rows is a rank's own affair and changes no bit.
+    Raises: ValueError naming the setting on which ranks disagree.
     """
 
     def __new__(cls, config: MoEConfig, heap: Any, *arguments: Any, **options: Any) -> Any:
@@ -113,17 +118,18 @@ class Workspace:
     def __init__(
         self, config: MoEConfig, heap: Any, max_tokens: int, max_saved_rows: int | None = None
     ) -> None:
-        if max_tokens < 0:
-            raise ValueError(f"max_tokens must be >= 0, got {max_tokens}")
-        self.config, self.heap, self.max_tokens = config, heap, max_tokens
-        self.max_saved_rows = max_saved_rows
+        _check_sizes(config, max_tokens, max_saved_rows)
+        self.config, self.heap, self.max_tokens = config, heap, int(max_tokens)
+        self.max_saved_rows = None if max_saved_rows is None else int(max_saved_rows)
         self.generation = 0
+        self.closed = False
         self._prefix = f"layer{_next_serial(heap)}"
         self._names: list[str] = []
+        _require_same_settings(heap, self.name("settings"), config, self.max_tokens)
         slots = max_tokens * config.top_k
         bits = storage_dtype(config)
         real = np.dtype(np.float64 if config.arithmetic == "float64" else np.float32)
-        self._alloc("num_tokens", (1,), np.int64)
+        self._alloc("step", (3,), np.int64)  # tokens; number of forwards, of the last backward's
         self._alloc("topk_ids", (max_tokens, config.top_k), np.int32)
         self._alloc("topk_weights", (max_tokens, config.top_k), real)
         self._alloc("slots", (slots, config.hidden_size), bits)
@@ -154,7 +160,7 @@ class Workspace:
         """Make this rank's tokens and routes readable by its peers (a barrier must follow)."""
         num_tokens = len(x)
         self.generation += 1
-        self.mine("num_tokens")[0] = num_tokens
+        self.mine("step")[:2] = num_tokens, self.generation
         self.mine("topk_ids")[:num_tokens] = topk_ids
         self.mine("topk_weights")[:num_tokens] = topk_weights
         self.x.publish(x)
@@ -162,9 +168,28 @@ class Workspace:
     def gather_routes(self) -> tuple[np.ndarray, np.ndarray]:
         """(token_counts (R,), topk_ids (N, K)) of the whole batch, pulled from all ranks."""
         ranks = range(self.heap.size)
-        counts = np.array([int(self.peer(r, "num_tokens")[0]) for r in ranks], np.int64)
+        self.require_same_step("forward")
+        counts = np.array([int(self.peer(r, "step")[0]) for r in ranks], np.int64)
         ids = [self.peer(r, "topk_ids")[: counts[r]] for r in ranks]
         return counts, np.concatenate(ids)
+
+    def publish_gradient(self, dy: Any) -> None:
+        """Make this rank's dy readable by its peers (a barrier must follow)."""
+        self.mine("step")[2] = self.generation
+        self.mine("d_topk_weights")[...] = 0  # +0 for slots without a route
+        self.dy.publish(dy)
+
+    def require_same_step(self, direction: str) -> None:
+        """Refuse ranks that came into one step with different workspaces."""
+        counter = {"forward": 1, "backward": 2}[direction]
+        for peer in range(self.heap.size):
+            theirs = int(self.peer(peer, "step")[counter])
+            if theirs != self.generation:
+                raise RankMismatch(
+                    f"{direction} must take the same workspace on all ranks, got {self._prefix} in "
+                    f"its step {self.generation} on rank {self.heap.rank} and in its step {theirs} "
+                    f"on rank {peer}"
+                )
 
     def row_weights(self, schedule: Schedule, rows: slice) -> np.ndarray:
         """Routing weight of each row, pulled from its owner; 0 for padding. float32."""
@@ -176,10 +201,79 @@ class Workspace:
         return weights
 
     def close(self) -> None:
-        """Give the symmetric memory back; collective."""
-        for name in self._names:
-            self.heap.free(name)
-        self._names = []
+        """Give the symmetric memory back; collective. Closing the heap does it too."""
+        if not (self.closed or is_closed(self.heap)):
+            for name in self._names:
+                self.heap.free(name)
+        self.closed, self._names = True, []
+
+
+class Lease:
+    """Held by the context that a private workspace was made for: backward may still come."""
+
+
+def private_workspace(config: MoEConfig, heap: Any, num_tokens: int) -> tuple[Workspace, Lease]:
+    """A workspace that fits this call, the largest T of all ranks; collective.
+
+    Workspaces of earlier calls whose contexts are gone on every rank, since nobody wanted their
+    backward, are given back first. A rank may still hold what another has dropped, hence the
+    exchange.
+    """
+    made: list[tuple[Workspace, Any]] = heap.__dict__.setdefault("_private_workspaces", [])
+    made[:] = [(workspace, lease) for workspace, lease in made if not workspace.closed]
+    gone = [lease() is None for _, lease in made]
+    everyone = np.stack(_exchange(heap, "sizes", np.array([num_tokens, *gone], np.int64)))
+    for (workspace, _), is_gone in zip(made, everyone[:, 1:].all(axis=0), strict=True):
+        if is_gone:
+            workspace.close()
+    workspace, lease = Workspace(config, heap, int(everyone[:, 0].max())), Lease()
+    made.append((workspace, weakref.ref(lease)))
+    return workspace, lease
+
+
+def _exchange(heap: Any, name: str, mine: np.ndarray) -> list[np.ndarray]:
+    """Every rank's array of one shape, in rank order; collective."""
+    heap.alloc(name, mine.shape, mine.dtype)[...] = mine
+    heap.barrier(f"reading {name!r}")
+    everyone = [heap.peer(rank, name).copy() for rank in range(heap.size)]
+    heap.free(name)
+    return everyone
+
+
+_SETTING_BYTES = 64  # a digest of the value's text, and how that begins
+
+
+def _require_same_settings(heap: Any, name: str, config: MoEConfig, max_tokens: int) -> None:
+    """Refuse ranks that make a workspace of different layers: every result would be wrong."""
+    settings = {field.name: repr(getattr(config, field.name)) for field in fields(config)}
+    settings["max_tokens"] = repr(max_tokens)
+    table = np.zeros((len(settings), _SETTING_BYTES), np.uint8)
+    for row, text in zip(table, settings.values(), strict=True):
+        start = text.encode()[: _SETTING_BYTES - 8]
+        row[:8] = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), np.uint8)
+        row[8 : 8 + len(start)] = np.frombuffer(start, np.uint8)
+    for peer, theirs in enumerate(_exchange(heap, name, table)):
+        for setting, mine, other in zip(settings, table, theirs, strict=True):
+            if (mine != other).any():
+                raise ValueError(
+                    "workspace must be made with the same settings on all ranks, got "
+                    f"{setting}={_shown(mine)} on rank {heap.rank} and {setting}={_shown(other)} "
+                    f"on rank {peer}"
+                )
+
+
+def _shown(setting: np.ndarray) -> str:
+    text = setting[8:].tobytes().rstrip(b"\0").decode(errors="ignore")
+    return text if len(text) < _SETTING_BYTES - 8 else f"{text[:-3]}..."
+
+
+def _check_sizes(config: Any, max_tokens: Any, max_saved_rows: Any) -> None:
+    if not isinstance(config, MoEConfig):
+        raise ValueError(f"config must be an MoEConfig, got {type(config).__name__}")
+    if not (is_int(max_tokens) and max_tokens >= 0):
+        raise ValueError(f"max_tokens must be an integer >= 0, got {max_tokens!r}")
+    if not (max_saved_rows is None or (is_int(max_saved_rows) and max_saved_rows >= 0)):
+        raise ValueError(f"max_saved_rows must be an integer >= 0 or None, got {max_saved_rows!r}")
 
 
 def _next_serial(heap: Any) -> int:

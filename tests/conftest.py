@@ -41,7 +41,7 @@ def mpi_run(tmp_path: Path) -> Launch:
     beside_python = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
-        pytest.skip('needs mpiexec and mpi4py: pip install "mok_ref[mpi]"')
+        pytest.skip('needs mpiexec and mpi4py: pip install ".[mpi]"')
 
     def launch(num_ranks: int, *arguments: str, unwatched: bool = False) -> Any:
         worker = [sys.executable, str(TESTS / "mpi_worker.py"), *arguments]

@@ -151,6 +151,11 @@ def test_pickled_objects_are_never_loaded(tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(ValueError, match="single array"):
         read_npz(tmp_path / "one.npy")
+    with pytest.raises(ValueError) as refused:
+        read_npz(__file__)
+    assert "a file of another kind" in str(refused.value) and "allow_pickle" not in str(
+        refused.value
+    )
 
 
 def test_a_failed_write_leaves_the_old_file_alone(

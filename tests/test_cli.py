@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import mok_ref as mok_ref_package
-from mok_ref import cli, runner
+from mok_ref import cli, install, runner
 from mok_ref.casefile import (
     OUTPUT_EXPERTS,
     OUTPUT_REPLICATED,
@@ -23,6 +24,7 @@ from mok_ref.casefile import (
     read_npz,
     write_npz,
 )
+from mok_ref.install import install_hint
 from mok_ref.printing import MINIBATCH_STAGES, num_minibatch_steps
 from mok_ref.runner import RandomCase
 from mok_ref.testing import digest, tensor_digest
@@ -42,7 +44,7 @@ def mok_ref(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 def mpiexec(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Python under mpiexec; skips where there is none."""
-    pytest.importorskip("mpi4py", reason='pip install "mok_ref[mpi]"', exc_type=ImportError)
+    pytest.importorskip("mpi4py", reason='pip install ".[mpi]"', exc_type=ImportError)
     beside = Path(sys.executable).with_name("mpiexec")
     launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if launcher is None:
@@ -53,7 +55,8 @@ def mpiexec(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 def python_run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a command whose Python finds the package under test."""
-    env = {**os.environ, "PYTHONPATH": str(Path(mok_ref_package.__file__).parents[1])}
+    paths = (os.environ.get("MOK_REF_TEST_PATH"), str(Path(mok_ref_package.__file__).parents[1]))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S, env=env)
 
 
@@ -95,6 +98,7 @@ def test_forward_alone_writes_y(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize("changes", [
     ("--ranks", 3),
     ("--ranks", 12, "--macrobatch", 256, "--minibatch", 128),
+    ("--ranks", 5, "--placement", "even"),
     ("--ranks", 3, "--placement", "0,2,1,0,2,1,2,2,2,2,0,0", "--save", "none"),
 ])  # fmt: skip
 def test_one_digest_however_it_is_run(
@@ -127,6 +131,8 @@ def test_tables_show_rows_times_and_digest(capsys: pytest.CaptureFixture[str]) -
     assert status == 0
     for word in ("rows with padding", "gate/up", "weight gradients", "tokens/s", "40x256"):
         assert word in text
+    assert "shared" not in text and "routing" not in text  # the case has neither
+    assert max(map(len, text.splitlines())) <= 80
     assert len(text.splitlines()[-1].removeprefix("digest ")) == 64
 
 
@@ -158,11 +164,11 @@ def test_a_random_case_can_be_saved_and_run_again(
         (("run", "--bogus"), "No such option: --bogus"),
         (("run", "--ranks", "x"), "Invalid value for '--ranks'"),
         (("run", "--ranks", 0), "ranks must be >= 1, got 0"),
-        (("run", "--ranks", 3), "num_experts must be divisible by ep_size"),
+        (("run", "--ranks", 3), "got 8 experts on 3 ranks; --placement even"),
         (("run", "--input", "absent.npz"), "absent.npz: No such file"),
-        (("run", "--tokens", 4, "--input", "x.npz"), "num_tokens must not be given together"),
-        (("run", "--order", "sorted"), "row_order must be one of canonical, round_robin"),
-        (("run", "--macrobatch", 100), "macrobatch must be a positive multiple of row_tile=128"),
+        (("run", "--tokens", 4, "--input", "x.npz"), "--tokens must not be given together"),
+        (("run", "--order", "sorted"), "--order must be one of canonical, round_robin"),
+        (("run", "--macrobatch", 100), "macrobatch must be a positive multiple of 128"),
         (("run", "--macrobatch", 384, "--minibatch", 256), "macrobatch must be a multiple of mini"),
         (("run", "--placement", "0,0,x"), "placement must be even or ranks like"),
         (("run", "--placement", "0,0"), "placement must name one owner rank per expert, got 2"),
@@ -170,7 +176,29 @@ def test_a_random_case_can_be_saved_and_run_again(
         (("run", "--output", "absent/out.npz"), "output must lie in a folder"),
         (("run", "--output", "out.txt"), "output must end in .npz, got out.txt"),
         (("run", "--input", GOLDEN / "case_forward_only.npz", "--backward"), "dy must be in the"),
-        (("run", "--experts", 4, "--top-k", 5, "--router"), "top_k must be at most"),
+        (("run", "--experts", 4, "--top-k", 5, "--router"), "--top-k must be at most"),
+        (("run", "--hidden", 0), "--hidden must be >= 1, got 0"),
+        (("run", "--seed", -1), "seed must be >= 0, got -1"),
+        (("run", "--tokens", 10**8, "--hidden", 10**6), "not enough memory: Unable to allocate"),
+        (("run", "--path", "hopper"), "path must be auto with device cpu, got 'hopper'"),
+        (("run", "--timeout", 0), "timeout must be a finite number of seconds > 0, got 0"),
+        (("run", "--timeout", "-1"), "timeout must be a finite number of seconds > 0, got -1"),
+        (("run", "--timeout", "nan"), "timeout must be a finite number of seconds > 0, got nan"),
+        (("run", "--scale-rule", "ocp"), "--scale-rule must be left out for bf16, got 'ocp'"),
+        (
+            ("run", "--input", GOLDEN / "case_placement.npz", "--ranks", 1),
+            "placement of the case must name ranks below 1, got rank 2; --placement even",
+        ),
+        (("run", "--input", __file__), "without pickled objects, got a file of another kind"),
+        (("schedule", "--rows", "-1"), "rows must be >= 0, got -1"),
+        (("golden", "check", GOLDEN, "--path", "hopper"), "path must be auto with device cpu"),
+        (("bench", "--sizes", "table"), "got 'table' (which --device cuda knows"),
+        (("bench", "--peers", "dense"), "peers must be left out with device cpu, got 'dense'"),
+        (("bench", "--device", "cuda", "--ranks", "1"), "ranks must be left out with device cuda"),
+        (("bench", "--directions", "sideways"), "directions must be of forward, backward"),
+        (("bench", "--repeats", 0), "repeats must be >= 1, got 0"),
+        (("bench", "--output", "x.foo"), "output must end in .json, got x.foo"),
+        (("bench", "--sizes", "8x8x8x4x2", "--ranks", "3"), "ranks must hold a divisor of the 4"),
         (("verify", "--ranks", "1,,2"), "ranks must look like 1,8,72"),
         (("schedule", "--plot", "x.gif"), "plot must end in .png, .svg, .pdf, got x.gif"),
         (("golden", "check", "absent"), "folder must hold golden cases"),
@@ -192,9 +220,9 @@ def test_a_missing_library_names_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "cupy", None)
     status, _, err = mok_ref(capsys, "schedule", "--tokens", 8, "--plot", tmp_path / "x.png")
-    assert status == 2 and 'pip install "mok_ref[plot]"' in err
+    assert status == 2 and install_hint("plot") in err
     status, _, err = mok_ref(capsys, "run", "--tokens", 8, "--device", "cuda")
-    assert status == 2 and "mok_ref[gpu]" in err
+    assert status == 2 and install_hint("gpu") in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -211,9 +239,27 @@ def test_verify_compares_and_skips(case_file: Path, capsys: pytest.CaptureFixtur
     pairs = {(r["ranks"], r["digest"]) for r in report["runs"] if r["order"] == "round_robin"}
     assert len(pairs) == 3
     status, text, _ = mok_ref(capsys, *run, "--ranks", "1,2,5")
-    assert status == 0 and "skipped: does not divide E=12" in text and "all bits equal" in text
+    last = text.splitlines()[-1]
+    assert (
+        status == 0 and last == "all bits equal: 11 runs, R = 1, 2; skipped 5 (no divisor of E=12)"
+    )
     status, text, err = mok_ref(capsys, *run, "--ranks", "5,6")
-    assert status == 1 and "fewer than two" in err and "NOT verified" in text
+    last = text.splitlines()[-1]
+    assert (
+        (status, err) == (1, "") and last.startswith("NOT verified: fewer than two") and "6" in last
+    )
+
+
+def test_verify_runs_the_case_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own ranks, splits and placement too, which no number in --ranks stands for."""
+    run = ("verify", "--input", GOLDEN / "case_placement.npz", "--ranks", "1,7", "--json")
+    report = json.loads(mok_ref(capsys, *run)[1])
+    own = [row for row in report["runs"] if row["placement"] == "case"]
+    assert report["equal"] and [(row["ranks"], row["left_out"]) for row in own] == [(3, "")]
+    run = ("verify", "--input", GOLDEN / "case_uneven_splits.npz", "--ranks", "1,2", "--json")
+    report = json.loads(mok_ref(capsys, *run)[1])
+    assert report["equal"] and "shared_dw_gate" in report["runs"][-1]["left_out"]
+    assert "not compared in the case's own splits: dw_gate" in report["summary"]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +296,8 @@ def test_schedule_counts_every_route(capsys: pytest.CaptureFixture[str], tmp_pat
     status, text, _ = mok_ref(capsys, *run, "--json")
     assert status == 0 and np.sum(json.loads(text)["rows_pulled"]) == 48 * 2
     pytest.importorskip("matplotlib")
-    assert mok_ref(capsys, *run, "--plot", picture)[0] == 0
+    status, text, _ = mok_ref(capsys, *run, "--plot", picture)
+    assert status == 0 and text.splitlines()[-1] == f"picture written to {picture}"
     first = picture.read_bytes()
     assert b"<svg" in first
     assert mok_ref(capsys, *run, "--plot", picture)[0] == 0
@@ -270,6 +317,26 @@ def test_golden_check_tells_good_from_bad(
     assert status == 1 and "y: 1 of 1920 differ, first at (0, 0)" in text
 
 
+def test_golden_check_reports_every_case(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One bad case does not hide the others; a half without its partner is a fault."""
+    for name in ("case0", "out0", "case1", "out2", "case_placement", "out_placement"):
+        shutil.copy(GOLDEN / f"{name}.npz", tmp_path)
+    (tmp_path / "case_bad.npz").write_bytes(b"no archive")
+    status, text, _ = mok_ref(capsys, "golden", "check", tmp_path, "--ranks", 2)
+    rows = {line.split("│")[1].strip(): line for line in text.splitlines() if "│" in line}
+    assert status == 1 and text.splitlines()[-1] == "4 of 5 cases NOT equal"
+    assert " equal " in rows["0"] and "there is no out1.npz" in rows["1"]
+    assert "there is no case for out2.npz" in rows["2"] and "case_bad.npz" in rows["bad"]
+    assert "--placement even" in rows["placement"]
+    for name in ("case1", "out2", "case_bad"):
+        (tmp_path / f"{name}.npz").unlink()
+    check = ("golden", "check", tmp_path, "--ranks", 2, "--placement", "even")
+    status, text, _ = mok_ref(capsys, *check)
+    assert status == 0 and text.splitlines()[-1] == "all 2 cases equal"
+
+
 def test_info_names_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +347,45 @@ def test_info_names_what_is_missing(
     hints = {row["name"]: row["hint"] for row in json.loads(text)}
     assert status == 0
     for name, (extra, _) in info.OPTIONAL.items():
-        assert f'pip install "mok_ref[{extra}]"' in hints[name]
+        assert install_hint(extra) in hints[name]
+    states = {row["name"]: row["state"] for row in json.loads(text)}
+    assert states["scipy"] == "not installed (optional)" and states["numpy"] == "missing"
+
+
+def test_install_hints_name_a_folder_that_pip_can_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is on no index: its bare name would install nothing."""
+    monkeypatch.setattr(install, "source_folder", lambda: tmp_path)
+    assert install_hint("gpu") == f'pip install "{tmp_path}[gpu]"'
+    monkeypatch.chdir(tmp_path)
+    assert install_hint("gpu") == 'pip install ".[gpu]"'
+    monkeypatch.setattr(install, "source_folder", lambda: None)
+    assert install_hint("gpu") == 'pip install ".[gpu]" in a checkout of mok_ref'
+
+
+def test_no_source_of_the_package_tells_to_install_it_by_name() -> None:
+    root = Path(mok_ref_package.__file__).parent
+    hint = re.compile(r"pip install ['\"]?mok[-_]ref")
+    assert [path.name for path in root.rglob("*.py") if hint.search(path.read_text())] == []
+
+
+@pytest.mark.parametrize("arguments", [(), ("golden",), ("--help",)])
+def test_help_is_formatted(arguments: tuple, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = mok_ref(capsys, *arguments)
+    assert (status, err) == (0, "") and out.startswith("Usage: ") and out.count("\n") > 8
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = mok_ref(capsys, "--version")
+    assert (status, out) == (0, f"mok_ref {mok_ref_package.__version__}\n")
+
+
+def test_help_names_the_sizes_of_a_random_case(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(mok_ref(capsys, "run", "--help")[1].split())
+    default = RandomCase()
+    assert f"tokens N of the whole batch ({default.num_tokens})" in text
+    assert f"hidden size H ({default.hidden_size})" in text
 
 
 def test_bench_reports_rates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,3 +472,34 @@ def test_the_first_example_gives_one_digest(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == alone.stdout.splitlines()[-1]
     assert alone.stdout.splitlines()[-1].startswith("digest ")
+    done = mpiexec(3, example, *options)  # three ranks do not divide eight experts
+    assert done.stdout.splitlines()[-1] == alone.stdout.splitlines()[-1]
+
+
+@pytest.mark.mpi
+def test_bad_input_of_the_first_example_is_one_line(tmp_path: Path) -> None:
+    example = Path(__file__).parents[1] / "examples" / "01_text_through_four_ranks.py"
+    for options, message in (
+        (("absent.txt",), "error: absent.txt: No such file or directory"),
+        (("--plot", "x.gif"), "error: plot must end in .png, .svg, .pdf, got x.gif"),
+    ):
+        alone = python_run([sys.executable, str(example), *options])
+        many = mpiexec(2, example, *options)
+        for done in (alone, many):
+            assert (done.returncode, done.stderr.splitlines()) == (2, [message])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("command", [("-m", "mok_ref", "run"), (None,)], ids=["cli", "example"])
+def test_without_mpi4py_one_line_says_so(
+    command: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that stands in front of mpi4py and cannot be imported."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mpi4py'] = None\n")
+    monkeypatch.setenv("MOK_REF_TEST_PATH", str(tmp_path))
+    example = Path(__file__).parents[1] / "examples" / "01_text_through_four_ranks.py"
+    done = mpiexec(3, *(example if word is None else word for word in command))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: mpi4py with an MPI library is missing: ")
+    assert "[mpi]" in line

@@ -23,6 +23,7 @@ from test_layer import assert_same
 from mok_ref import ExpertWeights, HeapError, MoEConfig, Workspace, run_ranks
 from mok_ref.dispatch import dispatch_forward, push_rows
 from mok_ref.heap import LocalWorld
+from mok_ref.install import install_hint
 from mok_ref.mxfp8 import quantized_values
 from mok_ref.routing import RoutingOptions, route_forward
 from mok_ref.schedule import build_schedule
@@ -459,4 +460,4 @@ def test_reference_needs_numpy_and_ml_dtypes_alone() -> None:
     assert layer == "[((5, 16), (5, 16)), ((5, 16), (5, 16))]"
     for extra, text in (("mpi", mpi), ("gpu", gpu)):
         assert text.startswith("HeapError")
-        assert f"pip install mok_ref[{extra}]" in text.replace("'", "").replace('"', "")
+        assert install_hint(extra) in text

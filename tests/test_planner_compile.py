@@ -125,11 +125,23 @@ def test_wrong_options_are_refused(options, message):
         compile(MODEL, "h200", **options)
 
 
-def test_max_tunes_here_and_stores_it(tmp_path, monkeypatch):
+def test_max_measures_here_and_the_trainer_uses_it(tmp_path, monkeypatch):
     monkeypatch.setenv("MOK_REF_CACHE", str(tmp_path))
-    made = compile(MODEL, "h200", "max", gpus=1, batch=2, sequence=16, arithmetic="fast", ranks=1)
-    assert made.tuned and made.tuned[0].ms == min(t.ms for t in made.tuned)
-    assert len(read_tuning(tmp_path / "tuning.json")) == 1
+    options = {"gpus": 1, "batch": 2, "sequence": 16, "arithmetic": "fast", "ranks": 1}
+    with compile(MODEL, "h200", "max", **options) as made:
+        best = made.tuned[0]
+        assert best.ms == min(t.ms for t in made.tuned)
+        layer = made.trainer.trainers[0].model.layer_config
+        assert (layer.minibatch, layer.macrobatch) == (best.minibatch, best.macrobatch)
+    assert read_tuning(tmp_path / "tuning.json") == {}  # nothing looks CPU sizes up
+
+
+def test_a_cpu_measurement_is_stored_only_where_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOK_REF_CACHE", str(tmp_path))
+    tune(CONFIG, 64, repeats=1, sizes=[(128, 128)])
+    assert not (tmp_path / "tuning.json").exists()
+    tune(CONFIG, 64, repeats=1, sizes=[(128, 128)], path=tmp_path / "mine.json")
+    assert len(read_tuning(tmp_path / "mine.json")) == 1
 
 
 # ------------------------------------------------------------------ tuning
@@ -239,6 +251,11 @@ def test_tune_from_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MOK_REF_CACHE", str(tmp_path))
     arguments = ["tune", "--hidden", "32", "--intermediate", "16", "--experts", "4"]
     arguments += ["--top-k", "2", "--tokens", "64", "--repeats", "1", "--arithmetic", "fast"]
+    arguments += ["--device", "cpu"]
     code, out, _ = run([*arguments, "--json"], capsys)
     assert code == 0 and json.loads(out)["best"]["ms"] > 0
-    assert Path(tmp_path / "tuning.json").is_file()
+    assert not Path(tmp_path / "tuning.json").exists()  # nothing looks CPU sizes up
+    code, out, _ = run(arguments, capsys)
+    assert code == 0 and "not stored" in out
+    code, _, err = run([*arguments[:-1], "cuda"], capsys)
+    assert code == 2 and "--arithmetic must go with --device cpu" in err

@@ -25,12 +25,12 @@ def test_parameters_by_hand():
     parts = parameter_bytes(MODEL, Choice(4, sharding="none"), experts=2)
     owned = 3 * 2 * EXPERT
     assert parts == {
-        "weights, experts": 2.0 * owned,
-        "weights, other": 2.0 * OTHER,
-        "gradients, experts": 4.0 * owned,
-        "gradients, other": 4.0 * OTHER,
-        "optimizer, experts": 12.0 * owned,
-        "optimizer, other": 12.0 * OTHER,
+        "weights of experts": 2.0 * owned,
+        "weights of the rest": 2.0 * OTHER,
+        "gradients of experts": 4.0 * owned,
+        "gradients of the rest": 4.0 * OTHER,
+        "optimizer of experts": 12.0 * owned,
+        "optimizer of the rest": 12.0 * OTHER,
     }
 
 
@@ -39,11 +39,11 @@ def test_sharding_divides_states_and_never_weights():
     plain = parameter_bytes(MODEL, choice, 2)
     shared = parameter_bytes(MODEL, replace(choice, sharding="optimizer"), 2)
     more = parameter_bytes(MODEL, replace(choice, sharding="gradients"), 2)
-    assert shared["optimizer, experts"] == plain["optimizer, experts"] / 3
-    assert shared["optimizer, other"] == plain["optimizer, other"] / 12
-    assert shared["gradients, experts"] == plain["gradients, experts"]
-    assert more["gradients, experts"] == plain["gradients, experts"] / 3
-    assert more["weights, experts"] == plain["weights, experts"]
+    assert shared["optimizer of experts"] == plain["optimizer of experts"] / 3
+    assert shared["optimizer of the rest"] == plain["optimizer of the rest"] / 12
+    assert shared["gradients of experts"] == plain["gradients of experts"]
+    assert more["gradients of experts"] == plain["gradients of experts"] / 3
+    assert more["weights of experts"] == plain["weights of experts"]
 
 
 def test_workspace_by_hand():
@@ -80,7 +80,7 @@ def test_the_uneven_rank_counts():
     hardware = load_hardware("h200")
     even = memory_report(MODEL, hardware, choice, np.repeat([0, 1], 4), np.array([1, 1]), 10)
     uneven = memory_report(MODEL, hardware, choice, np.repeat([0, 1], [6, 2]), np.array([1, 1]), 10)
-    assert uneven.parts["weights, experts"] == 1.5 * even.parts["weights, experts"]
+    assert uneven.parts["weights of experts"] == 1.5 * even.parts["weights of experts"]
 
 
 def test_deepseek_v3_fits_a_rack_and_not_eight_h200():

@@ -14,7 +14,8 @@ from mok_ref.planner import make_plan, parse_plan, plan_text
 from mok_ref.planner.hardware import load_hardware
 from mok_ref.planner.models import load_model
 from mok_ref.planner.plan import make_question, moe_config_options
-from mok_ref.planner.search import Question, parse_routing, search, splits
+from mok_ref.planner.reasons import WARNING
+from mok_ref.planner.search import Question, parse_routing, search, splits, workload_for
 from mok_ref.planner.skew import first_break, skew_report
 
 
@@ -46,7 +47,7 @@ def test_a_plan_says_what_was_asked_for(plan):
         assert {"ms", "tflops", "mfu", "hidden_share", "link_share"} <= set(p[direction])
         assert 0 < p[direction]["mfu"] < 1
     assert p["step"]["tokens_per_second"] > 0
-    assert {"weights, experts", "optimizer, experts", "ring", "peer buffers"} <= set(
+    assert {"weights of experts", "optimizer of experts", "ring", "peer buffers"} <= set(
         plan.memory["parts"]
     )
     text = plan_text(plan)
@@ -67,7 +68,9 @@ def test_a_plan_configures_the_layer(plan):
     [
         ({"schema": "other"}, "schema must be"),
         ({"reasons": None}, "missing reasons"),
-        ({"surplus": 1}, "unknown surplus"),
+        ({"surplus": 1}, "unknown surplus; a plan has alternatives, "),
+        ({"memory": {}}, "not a whole plan: KeyError"),
+        ({"choice": {"ep": 8}}, "not a whole plan: TypeError"),
     ],
 )
 def test_a_wrong_plan_file_is_refused(plan, change, message):
@@ -101,14 +104,54 @@ def test_tensor_parallel_slices_are_multiples_of_128():
 
 def test_candidates_that_fit_come_first_and_the_fastest_of_them():
     found = search(question(tokens=4096), num_simulated=2)
-    head = found[: sum(c.simulated is not None for c in found)]
     assert [c.memory.fits for c in found] == sorted((c.memory.fits for c in found), reverse=True)
-    assert head[0].tokens_per_second == max(c.tokens_per_second for c in head if c.memory.fits)
+    # no candidate, simulated or by the closed form, claims more than the chosen one
+    assert found[0].simulated is not None
+    assert found[0].tokens_per_second == max(c.tokens_per_second for c in found if c.memory.fits)
+    others = [c.closed_tokens_per_second for c in found[1:] if c.memory.fits]
+    assert len(others) >= 2 and others == sorted(others, reverse=True)
 
 
-def test_a_machine_that_is_too_small_is_said_to_be():
-    made = make_plan("deepseek-v3", "h200", tokens=128, num_simulated=1)
+@pytest.mark.parametrize(
+    ("model", "hardware", "options"),
+    [
+        ("deepseek-v3", "h100", {}),
+        ("deepseek-v3", "h200", {"num_simulated": 1}),
+        ("mixtral-8x7b", "h200", {"ep_size": 3}),
+    ],
+)
+def test_where_nothing_fits_the_plan_needs_least_and_says_so(model, hardware, options):
+    made = make_plan(model, hardware, tokens=512, **options)
     assert not made.memory["fits"] and "DOES NOT FIT" in plan_text(made)
+    assert made.alternatives
+    assert made.memory["total"] / 1e9 <= min(other["memory_gb"] for other in made.alternatives)
+    needs = [other["memory_gb"] for other in made.alternatives]
+    assert needs == sorted(needs)
+
+
+def test_the_text_of_a_plan_keeps_to_80_columns_and_to_one_part_a_line(plan):
+    text = plan_text(plan)
+    assert max(map(len, text.splitlines())) <= 80
+    for name in [*plan.predicted["step"]["parts"], *plan.memory["parts"]]:
+        assert "," not in name
+    only = make_plan("tiny-litters", "h200", tokens=64, gpus=1, num_simulated=1)
+    assert only.alternatives == [] and "none: no other split" in plan_text(only)
+
+
+def test_recorded_routing_keeps_the_tokens_that_were_asked_for(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 128, (100, 8)).astype(np.int32)
+    np.savez(tmp_path / "r.npz", topk_ids=ids)
+    made = make_plan(
+        "qwen3-30b", "h200", tokens=512, routing=str(tmp_path / "r.npz"), num_simulated=1
+    )
+    assert made.workload().tokens.tolist() == [512] * made.choice["ep_size"]
+    assert not any(reason.startswith(WARNING) for reason in made.reasons)
+    np.savez(tmp_path / "r.npz", topk_ids=ids % 8)
+    workload_for.cache_clear()
+    doubtful = make_plan(
+        "qwen3-30b", "h200", tokens=512, routing=str(tmp_path / "r.npz"), num_simulated=1
+    )
+    assert doubtful.reasons[0].startswith(f"{WARNING} r.npz never chooses experts 8 to 127")
 
 
 def test_skew_breaks_a_plan_and_the_sentence_says_how():
@@ -147,6 +190,8 @@ def test_wrong_routing_words_are_refused(text):
     [
         ({"tokens": 0}, "tokens must be at least 1"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"ep_size": 0}, "ep_size must be at least 1"),
+        ({"seed": -1}, "seed must be >= 0"),
         ({"ep_size": 1000}, "ep_size and tp_size must fit the machine"),
     ],
 )
@@ -169,3 +214,68 @@ def test_a_4096_rank_plan_takes_less_than_a_minute(cross_domain):
     made = make_plan("deepseek-v3", "gb300-racks", 4096, 4096, cross_domain=cross_domain)
     assert time.process_time() - begin < 60
     assert made.chosen.num_gpus == 4096
+
+
+# ------------------------------------------------------------------ commands
+
+ASK = ["plan", "--model", "tiny-litters", "--hardware", "h200", "--tokens", "64", "--best", "1"]
+
+
+def run_command(*arguments):
+    """(exit status, ValueError's text or None) of `mok-ref plan ...` in this process."""
+    import typer
+
+    from mok_ref.planner.commands import register
+
+    app = typer.Typer()
+    register(app)
+    try:
+        return app(list(arguments), standalone_mode=False) or 0, None
+    except ValueError as error:
+        return 2, str(error)
+
+
+@pytest.mark.parametrize("option", ["--model", "--hardware"])
+def test_either_list_alone_shows_the_names(option, capsys):
+    assert run_command("plan", option, "list") == (0, None)
+    assert "qwen3-30b" in capsys.readouterr().out
+    assert run_command("plan", option, "h200")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "x.foo"], "--output must end in .json, got 'x.foo'"),
+        (["--html", "x.json"], "--html must end in .html or .htm"),
+        (["--trace", "gone/x.json"], "--trace must lie in a folder"),
+        (["--output", "x.json", "--trace", "x.json"], "must be different files"),
+        (["--ep", "1000"], "--ep and --tp must fit the machine, got --ep=1000"),
+        (["--gpus", "0"], "--gpus must be at least 1"),
+        (["--dtype", "fp4"], "--dtype must be"),
+    ],
+)
+def test_wrong_options_are_refused_in_the_users_words(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, text = run_command(*ASK, *arguments)
+    assert status == 2 and message in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_file_written_is_named(tmp_path, capsys):
+    names = {"--output": "p.json", "--trace": "t.json", "--html": "p.html"}
+    paths = [word for option, name in names.items() for word in (option, str(tmp_path / name))]
+    assert run_command(*ASK, *paths, "--json") == (0, None)
+    shown = capsys.readouterr()
+    json.loads(shown.out)
+    for name in names.values():
+        assert str(tmp_path / name) in shown.err and (tmp_path / name).is_file()
+    assert run_command("report", str(tmp_path / "p.json"), "--json") == (0, None)
+    assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "p.html")}
+
+
+def test_a_plan_that_does_not_fit_has_exit_status_1(capsys):
+    assert run_command("plan", "--model", "deepseek-v3", "--hardware", "h100", "--best", "1") == (
+        1,
+        None,
+    )
+    assert "DOES NOT FIT" in capsys.readouterr().out

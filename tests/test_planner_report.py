@@ -122,6 +122,18 @@ def test_pictures_are_well_formed(name):
     assert "nan" not in "".join(ElementTree.tostring(root, "unicode").lower().split("<title"))
 
 
+def test_the_traffic_picture_shows_numbers_where_they_fit():
+    def texts(size):
+        matrix = np.arange(1.0, size * size + 1).reshape(size, size)
+        root = ElementTree.fromstring(matrix_picture(matrix, "t"))
+        return [t.text for t in root.iter() if t.tag.endswith("text")]
+
+    assert {"2.0", "16"} <= set(texts(4))
+    assert "1599" not in texts(40)
+    assert any("destination" in text for text in texts(4))
+    assert any("0 MB" in text for text in texts(40))  # the colour scale has its ends
+
+
 def test_bars_lie_where_their_times_say():
     root = ElementTree.fromstring(timeline_picture(SPANS, "t"))
     bars = [r for r in root.iter() if r.tag.endswith("rect") and len(r)]
@@ -215,6 +227,9 @@ def test_a_damaged_line_inside_a_run_is_named(tmp_path):
 
 
 def test_a_source_that_is_nothing_is_refused(tmp_path):
+    np.savez(tmp_path / "x.npz", a=np.arange(300))
+    with pytest.raises(ValueError, match=r"report needs a plan or a trace"):
+        html_report(tmp_path / "x.npz")
     with pytest.raises(ValueError, match="report needs a folder with"):
         html_report(tmp_path)
     with pytest.raises(ValueError, match="report needs an existing"):

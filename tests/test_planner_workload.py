@@ -13,10 +13,12 @@ from mok_ref.planner.workload import (
     all_to_one,
     counts_of,
     draw_ids,
+    foreign_routing,
     inclusion,
     make_workload,
     popularity,
     recorded_workload,
+    window_counts,
 )
 from mok_ref.schedule import build_schedule
 
@@ -97,14 +99,23 @@ def test_all_to_one_hits_the_rank_that_owns_most():
     assert work.rows_of_ranks(owner).tolist() == [0.0, 90.0, 0.0]
 
 
-def test_a_recorded_file_is_read(tmp_path):
+def test_recorded_tokens_are_repeated_to_fill_the_batch(tmp_path):
     ids = np.random.default_rng(0).integers(0, 8, (40, 2)).astype(np.int32)
     path = tmp_path / "case.npz"
-    np.savez(path, topk_ids=ids, splits=np.array([30, 10], np.int32))
-    work = recorded_workload(path, 2, 8)
-    assert work.tokens.tolist() == [30, 10]
-    assert work.counts.sum() == 80
-    assert recorded_workload(path, 3, 8).tokens.tolist() == [16, 16, 8]
+    np.savez(path, topk_ids=ids)
+    work = recorded_workload(path, 3, 50, 8, 2)
+    assert work.tokens.tolist() == [50, 50, 50]
+    assert work.topk_ids.tolist() == [ids[g % 40].tolist() for g in range(150)]
+    assert work.counts.tolist() == counts_of(work.topk_ids, work.tokens, 8).tolist()
+
+
+def test_counts_of_a_window_are_those_of_its_tokens():
+    """Large batches are counted window by window, without making their token ids."""
+    ids = np.random.default_rng(0).integers(-1, 8, (40, 2)).astype(np.int32)
+    for first, num in ((0, 40), (35, 3), (35, 25), (7, 130), (80, 0)):
+        tokens = np.array([ids[g % 40] for g in range(first, first + num)]).reshape(-1)
+        expected = np.bincount(tokens[tokens >= 0].astype(int), minlength=8)
+        assert window_counts(ids, first, num, 8).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(
@@ -113,14 +124,29 @@ def test_a_recorded_file_is_read(tmp_path):
         ({"x": np.zeros(3)}, "missing topk_ids"),
         ({"topk_ids": np.zeros((3, 2))}, "topk_ids must be"),
         ({"topk_ids": np.full((3, 2), 9)}, "topk_ids must lie in -1..7"),
-        ({"topk_ids": np.zeros((3, 2), int), "splits": np.array([1, 1])}, "splits must add up"),
+        ({"topk_ids": np.zeros((3, 3), int)}, "topk_ids must have the model's 2 slots"),
+        ({"topk_ids": np.array([[None, 1]])}, "not a readable .npz file of plain arrays"),
+        (
+            {"topk_ids": np.zeros((3, 2), int), "w_gate": np.zeros((4, 1, 1), np.uint16)},
+            "must be of the model's 8 experts, got 4",
+        ),
     ],
 )
 def test_a_wrong_recorded_file_is_refused(tmp_path, content, message):
     path = tmp_path / "case.npz"
     np.savez(path, **content)
     with pytest.raises(ValueError, match=f"case.npz: {message}"):
-        recorded_workload(path, 2, 8)
+        recorded_workload(path, 2, 16, 8, 2)
+
+
+def test_routing_that_never_uses_half_of_the_experts_is_doubted():
+    tokens = np.array([200])
+    for highest, is_doubtful in ((4, True), (5, False), (8, False)):
+        ids = np.arange(400).reshape(200, 2) % highest
+        work = Workload(tokens, counts_of(ids, tokens, 8), "file.npz", ids)
+        assert bool(foreign_routing(work)) == is_doubtful
+    few = np.zeros((10, 2), int)  # too few routes to tell
+    assert foreign_routing(Workload(np.array([10]), counts_of(few, np.array([10]), 8), "f")) == ""
 
 
 def test_a_truncated_recorded_file_is_refused(tmp_path):
@@ -128,4 +154,4 @@ def test_a_truncated_recorded_file_is_refused(tmp_path):
     np.savez(path, topk_ids=np.zeros((300, 2), int))
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match=r"case\.npz: not a readable"):
-        recorded_workload(path, 2, 8)
+        recorded_workload(path, 2, 16, 8, 2)

@@ -74,8 +74,9 @@ def test_mixed_exponents_and_subnormal_results() -> None:
     c[::2] = np.float32(-3e38)
     result = tc(a, b, c)
     assert_bitwise_equal(result, tc_exact(a, b, c))
-    tiny = tc(a * np.float32(2.0**-60), b * np.float32(2.0**-40))
-    assert_bitwise_equal(tiny, tc_exact(a * np.float32(2.0**-60), b * np.float32(2.0**-40)))
+    a, b = to_bf16(a * np.float32(2.0**-60)), to_bf16(b * np.float32(2.0**-40))
+    tiny = tc(a, b)
+    assert_bitwise_equal(tiny, tc_exact(a, b))
     assert ((tiny != 0) & (np.abs(tiny) < 2.0**-126)).any()
 
 
@@ -121,7 +122,7 @@ def test_two_products_and_accumulator_on_a_small_domain() -> None:
 @pytest.mark.parametrize("kind", ["normal", "wide", "sparse"])
 def test_tc_agrees_with_mmasim(kind: str) -> None:
     mmasim = pytest.importorskip(
-        "mmasim.nv_ptx", reason='mmasim is missing: pip install "mok_ref[oracle]"'
+        "mmasim.nv_ptx", reason='mmasim is missing: pip install ".[oracle]"'
     )
     torch = pytest.importorskip("torch", reason="mmasim needs torch")
     unit = mmasim.MMA("Hopper", "m16n8k16.f32.bf16.bf16.f32")
@@ -278,3 +279,15 @@ def test_bad_input_is_named(a, b, c, arithmetic, message) -> None:
     start = None if c is None else np.zeros(c, np.float32)
     with pytest.raises(ValueError, match=message):
         tc(np.zeros(a, np.float32), np.zeros(b, np.float32), start, arithmetic)
+
+
+def test_operands_that_are_not_bf16_are_refused() -> None:
+    """float32 numbers that bf16 does not hold; NaNs of any payload are one NaN."""
+    good, bad = np.ones((2, 16), np.float32), np.full((3, 16), 0.5, np.float32)
+    bad[1, 4] = np.float32(0.1)
+    with pytest.raises(ValueError, match=r"^a must hold bf16 values .*, got 0.1 at \[1, 4\]$"):
+        tc(bad, good)
+    with pytest.raises(ValueError, match=r"^b must hold bf16 values .*, got 0.1 at \[1, 4\]$"):
+        tc(good, bad)
+    bad[1, 4] = np.array(0x7F800001, np.uint32).view(np.float32)
+    assert np.isnan(tc(bad, good)[1]).all() and (tc(bad, good)[0] == 8).all()

@@ -231,6 +231,11 @@ def test_routes_survive_a_file(tmp_path) -> None:
     np.savez(tmp_path / "bad.npz", num_calls=2, ids_0=routes[0][0])
     with pytest.raises(ValueError, match="weights_0"):
         load_routes(tmp_path / "bad.npz")
+    whole = (tmp_path / "routes.npz").read_bytes()
+    for length in (0, 3, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "cut.npz").write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"cut\.npz must be a whole"):
+            load_routes(tmp_path / "cut.npz")
 
 
 def test_router_config_is_refused_by_name() -> None:

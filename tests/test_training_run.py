@@ -286,12 +286,90 @@ def test_resume_from_a_named_checkpoint(text, reference, tmp_path) -> None:
 def test_another_model_or_text_is_refused(text, saved_run, tmp_path) -> None:
     shutil.copytree(saved_run, tmp_path / "run")
     other = replace(CONFIG, model=replace(TINY, hidden=32))
-    with pytest.raises(ValueError, match="must be of the same model"):
+    with pytest.raises(ValueError, match=r"must be of the same model \(hidden\), got 16 there, 32"):
         run_ranks(1, lambda heap: train(other, heap, text, tmp_path / "run", resume=True))
+    for field in ("seed", "batch"):
+        other = replace(CONFIG, **{field: 8})
+        with pytest.raises(ValueError, match=f"must be of the same {field}, got . there, 8 here"):
+            run_ranks(1, lambda heap: train(other, heap, text, tmp_path / "run", resume=True))  # noqa: B023
     book = tmp_path / "book.txt"
     book.write_bytes(b"to be or not to be, that is the question\n" * 200)
     with pytest.raises(ValueError, match="must be of the same text"):
         run_ranks(1, lambda h: train(CONFIG, h, load_text(book), tmp_path / "run", resume=True))
+
+
+def test_a_new_run_takes_no_used_folder(text, saved_run, tmp_path) -> None:
+    """Two runs in one folder would be neither; nothing of the old one is touched."""
+    shutil.copytree(saved_run, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    for ranks in (1, 2):
+        with pytest.raises(
+            ValueError, match=r"^run_dir must be new or empty .* a run saved at step 2"
+        ):
+            run_ranks(ranks, lambda heap: train(CONFIG, heap, text, tmp_path / "run"))
+    assert contents(tmp_path / "run") == before
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"^run_dir must be new or empty .* with files"):
+        run_ranks(1, lambda heap: train(CONFIG, heap, text, tmp_path))
+    with pytest.raises(ValueError, match=r"^run_dir must be a folder"):
+        run_ranks(1, lambda heap: train(CONFIG, heap, text, tmp_path / "notes.txt"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"seed": 5}], ids=["same", "refused"])
+def test_a_resume_that_does_nothing_writes_nothing(changes, text, saved_run, tmp_path) -> None:
+    shutil.copytree(saved_run, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    config = replace(CONFIG, steps=2, **changes)
+    resume = lambda heap: train(config, heap, text, tmp_path / "run", resume=True)  # noqa: E731
+    if changes:
+        with pytest.raises(ValueError, match="must be of the same seed"):
+            run_ranks(1, resume)
+    else:
+        assert run_ranks(1, resume) == [[]]
+    assert contents(tmp_path / "run") == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def no_step(self: Trainer) -> dict:
+    raise AssertionError("a step was run")
+
+
+def test_what_would_fail_later_is_refused_before_the_first_step(
+    text, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Trainer, "step", no_step)
+    short = replace(text, valid=text.valid[:17])
+    replays = replace(CONFIG, model=replace(TINY, router=RouterConfig("replay")), steps=1)
+    routes = [(np.full((64, 2), 4, np.int32), np.zeros((64, 2), np.float32))]
+    cases = [
+        ("record_to must end in .npz", {"record_to": tmp_path / "routes"}),
+        ("output must lie in a folder", {"record_to": tmp_path / "gone" / "routes.npz"}),
+        ("text must be longer than sequence", {"text": short}),
+        ("replay must be given", {"config": replays}),
+        (r"route file must choose experts -1\.\.3", {"config": replays, "replay": routes}),
+        (
+            r"route file must hold \(64, 2\) routes",
+            {"config": replays, "replay": [(ids[:9], weights[:9]) for ids, weights in routes]},
+        ),
+    ]
+    for message, changes in cases:
+        options = {"config": CONFIG, "text": text, **changes}
+        with pytest.raises(ValueError, match=message):
+            run_ranks(1, lambda heap: train(heap=heap, **options))  # noqa: B023
+
+
+def test_a_run_without_safetensors_stops_before_the_first_step(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Trainer, "step", no_step)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(
+        RuntimeError, match=r"safetensors, which is not installed: pip install .*train"
+    ):
+        run_ranks(1, lambda heap: train(CONFIG, heap, text, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch) -> None:
@@ -499,7 +577,7 @@ def test_processes_under_mpiexec_give_the_bits_of_one_rank() -> None:
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        pytest.skip('needs mpiexec: pip install "mok_ref[mpi]"')
+        pytest.skip('needs mpiexec: pip install ".[mpi]"')
     one = command_bits(run_command("train", *SMALL.split()))
     four = command_bits(run_command("train", *SMALL.split(), launcher=(mpiexec, "-n", "4")))
     assert one == four and len(one) == 3
@@ -509,7 +587,15 @@ def test_processes_under_mpiexec_give_the_bits_of_one_rank() -> None:
     ("words", "name"),
     [
         (("--unlock", "2:x"), "unlock"),
-        (("--router", "hash"), "kind"),
+        (("--router", "hash"), "--router must be one of"),
+        (("--hidden", "15"), "hidden must be divisible by --heads"),
+        (("--sequence", "30"), "got sequence=30"),
+        (("--checkpoint-every", "5"), "--checkpoint-every must go with --run-dir"),
+        (("--rollback-after", "2"), "--rollback-after must go with --run-dir"),
+        (("--drop", "score"), "--drop must go with --capacity"),
+        (("--seed", "-1"), "--seed must be >= 0"),
+        (("--ranks", "0"), "--ranks must be at least 1"),
+        (("--save-routes", "routes"), "--save-routes must end in .npz"),
         (("--collapse", "soon"), "collapse"),
         (("--resume",), "resume"),
         (("--run-dir", "/nonexistent", "--resume"), "config.json"),
@@ -521,6 +607,50 @@ def test_command_line_refuses_in_one_line(words, name, capsys) -> None:
         main(["train", *SMALL.split(), *words])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1 and name in error
+    assert "self." not in error
+
+
+def command(capsys, *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *words])
+    shown = capsys.readouterr()
+    return int(ended.value.code or 0), shown.out, shown.err
+
+
+def test_resuming_a_finished_run_says_so(tmp_path, capsys) -> None:
+    where = ("--run-dir", str(tmp_path / "run"))
+    options = [word for word in SMALL.split() if word != "--json"]
+    status, out, _ = command(capsys, *options, *where)
+    assert status == 0 and "step 1, loss" in out and "nats per byte" in out
+    status, _, err = command(capsys, *options, *where)
+    assert status == 2 and "--run-dir must be new or empty unless --resume is given" in err
+    for steps in ("3", "2"):
+        status, out, _ = command(capsys, *where, "--resume", "--steps", steps)
+        assert status == 0 and f"already at step 3, --steps {steps} asks for no more" in out
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["steps"] == 3
+    status, _, err = command(capsys, *where, "--resume", "--steps", "5", "--seed", "5")
+    assert status == 2 and "must be of the same seed, got 0 there, 5 here" in err
+    status, out, _ = command(capsys, *where, "--resume", "--steps", "4", "--json")
+    assert status == 0 and [json.loads(line)["step"] for line in out.splitlines()] == [3]
+
+
+def test_unknown_keys_of_a_config_are_named_with_the_known_ones(tmp_path, capsys) -> None:
+    values = CONFIG.to_json()
+    for place in (values, values["optimizer"], values["model"]):
+        place["colour"] = "red"
+        (tmp_path / "c.json").write_text(json.dumps(values))
+        status, _, err = command(capsys, "--config", str(tmp_path / "c.json"))
+        del place["colour"]
+        known = "rate" if place is values["optimizer"] else "num_experts"
+        assert status == 2 and "colour" in err and (place is values or known in err)
+
+
+def test_help_shows_every_default(capsys) -> None:
+    status, out, _ = command(capsys, "--help")
+    assert status == 0
+    for option in ("--steps", "--batch", "--hidden", "--rate", "--valid-every", "--aux"):
+        after = out.split(f"{option} ")[1]
+        assert "default" in after[: after.index("  --")]
 
 
 # --------------------------------------------------------------------------- effects

@@ -59,8 +59,8 @@ GOOD = dict(hidden_size=48, intermediate_size=24, num_experts=6, top_k=3)
             dict(ep_size=2, placement=(0, 1, -1, 0, 1, 1)),
             r"placement must hold ranks in 0\.\.1, got -1",
         ),
-        (dict(macrobatch=100), "macrobatch must be a positive multiple of row_tile=128, got 100"),
-        (dict(minibatch=0), "minibatch must be a positive multiple of row_tile=128, got 0"),
+        (dict(macrobatch=100), "macrobatch must be a positive multiple of 128, got 100"),
+        (dict(minibatch=0), "minibatch must be a positive multiple of 128, got 0"),
         (
             dict(macrobatch=384, minibatch=256),
             "macrobatch must be a multiple of minibatch, got macrobatch=384, minibatch=256",
@@ -205,7 +205,7 @@ def test_workspace() -> None:
         call(heap=heap, workspace=workspace, config=other)
     with pytest.raises(ValueError, match="workspace must be made on the heap of this call"):
         call(workspace=workspace)
-    with pytest.raises(ValueError, match="max_tokens must be >= 0, got -1"):
+    with pytest.raises(ValueError, match="max_tokens must be an integer >= 0, got -1"):
         Workspace(CASE.config(1), heap, -1)
 
 

@@ -2,7 +2,7 @@
 
     python docs/images/draw_layer.py
 
-Needs matplotlib: pip install "mok_ref[plot]"
+Needs matplotlib: pip install ".[plot]"
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.patches import FancyBboxPatch
 
 from mok_ref import MoEConfig
 from mok_ref.plotting import import_pyplot, rank_colors, save
@@ -20,6 +21,7 @@ from mok_ref.testing import random_routes
 RANKS, EXPERTS, TOP_K, TOKENS_PER_RANK = 4, 8, 2, 4
 TOKEN_X, ROW_X, RESULT_X = 0.0, 4.0, 8.0
 CELL = 0.34
+BOX_WIDTH, BOX_HEIGHT = 2.5, 1.95
 
 
 def token_y(token: int) -> float:
@@ -39,19 +41,25 @@ def draw_tokens(axes: Any, x: float, colors: np.ndarray, side: str) -> None:
 def draw_rank(axes: Any, rank: int, schedule: Schedule, colors: np.ndarray) -> None:
     """The rows of a rank's experts in schedule order, with the lines to and from their tokens."""
     top = token_y(rank * TOKENS_PER_RANK) + 0.25
+    box = {"width": BOX_WIDTH, "height": BOX_HEIGHT, "boxstyle": "round,pad=0.02"}
+    corner = (ROW_X - BOX_WIDTH / 2, top - BOX_HEIGHT + 0.12)
+    look = {"facecolor": "white", "edgecolor": colors[rank], "linewidth": 1.6, "zorder": 1}
+    axes.add_patch(FancyBboxPatch(corner, **box, **look))
+    place = (corner[0] + 0.08, top - 0.09)
+    axes.text(*place, f"rank {rank}", ha="left", va="center", fontsize=9, color=colors[rank])
     for local, expert in enumerate(schedule.expert_ids):
-        y = top - local * 0.95 - 0.3
+        y = top - local * 0.9 - 0.36
         first, count = schedule.expert_offset[local], schedule.expert_count[local]
         left = ROW_X - (count - 1) * CELL / 2
-        axes.text(ROW_X, y + 0.29, f"expert {expert}", ha="center", va="center", fontsize=8)
+        axes.text(ROW_X, y + 0.27, f"expert {expert}", ha="center", va="center", fontsize=8)
         for i in range(int(count)):
             source = int(schedule.peer_rank[first + i])
             token = source * TOKENS_PER_RANK + int(schedule.peer_row[first + i]) // TOP_K
             x, color = left + i * CELL, colors[source]
             line = {"color": color, "linewidth": 1.0, "alpha": 0.55, "zorder": 0}
-            axes.plot([TOKEN_X, x], [token_y(token), y], **line)
-            axes.plot([x, RESULT_X], [y, token_y(token)], **line)
-            axes.plot(x, y, "s", color=color, markersize=9, markeredgecolor="white")
+            axes.plot([TOKEN_X, ROW_X - BOX_WIDTH / 2], [token_y(token), y], **line)
+            axes.plot([ROW_X + BOX_WIDTH / 2, RESULT_X], [y, token_y(token)], **line)
+            axes.plot(x, y, "s", color=color, markersize=9, markeredgecolor="white", zorder=3)
 
 
 def main() -> None:

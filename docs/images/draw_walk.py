@@ -3,7 +3,7 @@
     python docs/images/draw_walk.py
 
 The order comes from the reference (`mok_ref.schedule`), at small sizes. Needs matplotlib:
-pip install "mok_ref[plot]"
+pip install ".[plot]"
 """
 
 from __future__ import annotations

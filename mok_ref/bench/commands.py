@@ -1,4 +1,4 @@
-"""`mok-ref bench --device cuda`."""
+"""`mok-ref bench`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def parse_cases(text: str) -> list[BenchCase]:
     return cases
 
 
+def parse_directions(text: str) -> tuple[str, ...]:
+    """Of "forward,backward", in this order. Raises: ValueError."""
+    words = text.split(",")
+    if not set(words) <= {"forward", "backward"}:
+        raise ValueError(f"directions must be of forward, backward, got {text!r}")
+    return tuple(word for word in ("forward", "backward") if word in words)
+
+
 def parse_peers(text: str) -> tuple[str, ...]:
     """Comma-separated peers; dense cuBLAS always takes part. Raises: ValueError."""
     from mok_ref.bench.peers import PEERS
@@ -41,6 +49,27 @@ def parse_peers(text: str) -> tuple[str, ...]:
     return tuple(chosen)
 
 
+def bench_on_cpu(
+    sizes: str, ranks: str, directions: str, repeats: int, output: Path | None, as_json: bool
+) -> None:
+    """Run, print, write."""
+    from mok_ref.bench.cpu import bench_cpu, bench_json, print_bench
+    from mok_ref.verify import parse_ranks
+
+    backward = "backward" in parse_directions(directions)
+    timings = bench_cpu(sizes, parse_ranks(ranks), repeats, backward)
+    if output is not None:
+        write_whole(output, bench_json(timings))
+    print_bench(timings, as_json)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Under a temporary name, then renamed."""
+    partial = path.with_suffix(".part")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def bench_cuda(
     cases: str = "table",
     directions: str = "forward,backward",
@@ -51,6 +80,9 @@ def bench_cuda(
     bursts: int = 5,
 ) -> bool:
     """Run, print, write; False when a bit differed."""
+    from mok_ref.heap.cuda_device import import_cupy
+
+    import_cupy()  # without a GPU that is what to say first
     try:
         import torch
     except ImportError as error:
@@ -59,19 +91,14 @@ def bench_cuda(
         ) from error
     from mok_ref.bench.gpu import BenchReport, bench_case, device_facts, print_report
 
-    chosen, opponents = parse_cases(cases), parse_peers(peers)
-    wanted = tuple(word for word in ("forward", "backward") if word in directions.split(","))
-    if not wanted:
-        raise ValueError(f"directions must be of forward, backward, got {directions!r}")
+    chosen, opponents, wanted = parse_cases(cases), parse_peers(peers), parse_directions(directions)
     torch.cuda.set_stream(torch.cuda.Stream())
     report = BenchReport(device_facts())
     protocol = Protocol(repeats=repeats or 20, bursts=bursts)
     for case in chosen:
         bench_case(case, wanted, opponents, report, protocol)
         if output is not None:
-            partial = output.with_suffix(".part")
-            partial.write_text(report.to_json())
-            partial.replace(output)
+            write_whole(output, report.to_json())
     if as_json:
         print(report.to_json())
     else:

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 
+from mok_ref.bench.cases import CASES
 from mok_ref.runner import RandomCase, Settings, make_plan, run_virtual
 
 SIZES = {
@@ -33,7 +34,13 @@ def parse_size(text: str) -> RandomCase:
     if text in SIZES:
         return SIZES[text]
     if not re.fullmatch(r"\d+(x\d+){4}", text):
-        raise ValueError(f"sizes must be {', '.join(SIZES)} or NxHxIxExK, got {text!r}")
+        known = text in (*CASES, "table", "all")
+        where = (
+            f" (which --device cuda knows, with {len(CASES)} shapes of real models)"
+            if known
+            else ""
+        )
+        raise ValueError(f"sizes must be {', '.join(SIZES)} or NxHxIxExK, got {text!r}{where}")
     tokens, hidden, inner, experts, top_k = (int(number) for number in text.split("x"))
     return RandomCase(tokens, hidden, inner, experts, top_k)
 
@@ -52,6 +59,12 @@ def bench_cpu(sizes: str, ranks: list[int], repeats: int, backward: bool) -> lis
     if repeats < 1:
         raise ValueError(f"repeats must be >= 1, got {repeats}")
     chosen = [(name, parse_size(name)) for name in sizes.split(",")]
+    for name, size in chosen:
+        if all(size.num_experts % r for r in ranks):
+            raise ValueError(
+                f"ranks must hold a divisor of the {size.num_experts} experts of {name}, "
+                f"got {', '.join(map(str, ranks))}"
+            )
     return [
         _time(name, size, r, repeats, backward)
         for name, size in chosen
@@ -78,10 +91,15 @@ def _time(name: str, size: RandomCase, ranks: int, repeats: int, backward: bool)
     )
 
 
+def bench_json(timings: list[CpuTiming]) -> str:
+    """A JSON list of timings."""
+    return json.dumps([asdict(timing) for timing in timings], indent=1)
+
+
 def print_bench(timings: list[CpuTiming], as_json: bool) -> None:
     """A table, or a JSON list."""
     if as_json:
-        print(json.dumps([asdict(timing) for timing in timings], indent=1))
+        print(bench_json(timings))
         return
     from mok_ref.printing import console, table
 

@@ -23,6 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mok_ref.install import install_hint
+
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """Targets that `mok-ref build` accepts. Hopper-only files are compiled for sm_90a alone."""
 

@@ -24,7 +24,7 @@ from mok_ref.heap.cuda_device import (
     storage_dtype,
 )
 from mok_ref.heap.mpi import import_mpi
-from mok_ref.heap.protocol import HeapError
+from mok_ref.heap.protocol import HeapError, check_timeout
 
 GRANULE = 2 << 20  # CUDA maps memory in pages of 2 MiB; no two buffers share one
 
@@ -45,11 +45,11 @@ class CudaIpcHeap:
     ) -> None:
         from mok_ref.gpu.errors import DeviceStatus
 
+        self.timeout_s = check_timeout(timeout_s)
         cupy = import_cupy()
         world = import_mpi().COMM_WORLD if comm is None else comm
         self.comm = world.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.timeout_s = timeout_s
         self._require_one_host()
         self.device_index = (
             self.rank % cupy.cuda.runtime.getDeviceCount() if device is None else device

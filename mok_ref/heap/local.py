@@ -9,7 +9,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mok_ref.heap.protocol import BARRIER_TIMEOUT_S, CALLERS_BARRIER, HeapError, late_message
+from mok_ref.heap.protocol import (
+    BARRIER_TIMEOUT_S,
+    CALLERS_BARRIER,
+    HeapError,
+    RankMismatch,
+    allocation_phase,
+    check_known_name,
+    check_new_name,
+    check_rank,
+    check_size,
+    check_timeout,
+    late_message,
+    mismatch,
+)
 
 Result = TypeVar("Result")
 _START = "its start"
@@ -19,12 +32,12 @@ class LocalWorld:
     """What the virtual ranks of one process share."""
 
     def __init__(self, size: int, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
-        if size < 1:
-            raise ValueError(f"ranks must be >= 1, got {size}")
-        self.size = size
-        self.timeout_s = timeout_s
-        self.arrival = threading.Barrier(size)
+        self.size = check_size(size)
+        self.timeout_s = check_timeout(timeout_s)
+        self.arrival = threading.Barrier(self.size)
         self.progress = [(0, _START)] * size  # epoch and phase of the barrier a rank entered last
+        # Phases of even and odd epochs: a rank may enter the next barrier while others still look.
+        self.phases = [[_START] * size, [_START] * size]
         self.memory: dict[str, list[Any]] = {}
         self.lock = threading.Lock()
 
@@ -38,42 +51,47 @@ class LocalHeap:
     device = "cpu"
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
+        check_rank(rank, world.size)
         self.rank = rank
         self.size = world.size
         self._world = world
         self._names: set[str] = set()
+        self.closed = False
 
     def alloc(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        if name in self._names:
-            raise ValueError(f"heap name must be new, got {name!r} twice")
+        self._require_open()
+        check_new_name(name, self._names)
         memory = np.zeros(shape, dtype)
         with self._world.lock:
             slots = self._world.memory.setdefault(name, [None] * self.size)
             slots[self.rank] = memory
         self._names.add(name)
-        self.barrier(f"allocating {name!r}")
-        for peer, other in enumerate(slots):
-            if other.shape != memory.shape or other.dtype != memory.dtype:
-                raise ValueError(
-                    f"heap allocation {name!r} must be the same on all ranks, got "
-                    f"{memory.shape} {memory.dtype} on rank {self.rank} and "
-                    f"{other.shape} {other.dtype} on rank {peer}"
-                )
+        try:
+            self.barrier(allocation_phase(name, memory.shape, memory.dtype))
+        except RankMismatch:
+            self._forget(name)
+            raise
         return memory
 
     def peer(self, rank: int, name: str) -> np.ndarray:
+        check_rank(rank, self.size)
+        self._require_open()
+        check_known_name(name, self._names)
         return self._world.memory[name][rank]
 
     def free(self, name: str) -> None:
+        self._require_open()
+        check_known_name(name, self._names)
         self.barrier(f"freeing {name!r}")
-        self._names.discard(name)
-        with self._world.lock:
-            self._world.memory.pop(name, None)
+        self._forget(name)
         self.barrier(f"freeing {name!r}")
 
     def barrier(self, phase: str = CALLERS_BARRIER) -> None:
+        self._require_open()
         world = self._world
         epoch = world.progress[self.rank][0] + 1
+        phases = world.phases[epoch % 2]
+        phases[self.rank] = phase
         world.progress[self.rank] = (epoch, phase)
         try:
             world.arrival.wait(world.timeout_s)
@@ -81,10 +99,25 @@ class LocalHeap:
             late = [(r, *seen) for r, seen in enumerate(world.progress) if seen[0] < epoch]
             cause = f"failed or did not arrive within {world.timeout_s:g} s"
             raise HeapError(late_message(self.rank, phase, epoch, late, cause)) from error
+        if phases.count(phase) != self.size:
+            peer = next(r for r, other in enumerate(phases) if other != phase)
+            raise mismatch(self.rank, phase, peer, phases[peer])
 
     def close(self) -> None:
+        if self.closed:
+            return
         for name in sorted(self._names):
             self.free(name)
+        self.closed = True
+
+    def _forget(self, name: str) -> None:
+        self._names.discard(name)
+        with self._world.lock:
+            self._world.memory.pop(name, None)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise HeapError(f"the heap of rank {self.rank} is closed")
 
 
 def run_ranks(

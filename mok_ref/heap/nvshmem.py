@@ -14,6 +14,7 @@ import numpy as np
 from mok_ref.heap.cuda_device import DEFAULT_TIMEOUT_S, import_cupy, storage_dtype
 from mok_ref.heap.cuda_ipc import CudaIpcHeap
 from mok_ref.heap.protocol import HeapError
+from mok_ref.install import install_hint
 
 
 def import_nvshmem() -> Any:
@@ -21,9 +22,7 @@ def import_nvshmem() -> Any:
     try:
         import nvshmem.core as nvshmem
     except (ImportError, OSError) as error:
-        raise HeapError(
-            f"nvshmem4py is missing ({error}): pip install 'mok_ref[nvshmem]'"
-        ) from error
+        raise HeapError(f"nvshmem4py is missing ({error}): {install_hint('nvshmem')}") from error
     return nvshmem
 
 

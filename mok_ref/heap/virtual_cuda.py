@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from mok_ref.heap.cuda_device import DEFAULT_TIMEOUT_S, import_cupy, storage_dtype
-from mok_ref.heap.protocol import HeapError, late_message
+from mok_ref.heap.protocol import HeapError, check_timeout, late_message
 
 
 class VirtualCudaWorld:
@@ -22,7 +22,7 @@ class VirtualCudaWorld:
             raise ValueError(f"ranks must be >= 1, got {size=}")
         cupy = import_cupy()
         self.size = size
-        self.timeout_s = timeout_s
+        self.timeout_s = check_timeout(timeout_s)
         self.device_index = device
         self.arrival = threading.Barrier(size)
         self.progress: list[tuple[int, str]] = [(0, "the start")] * size  # (epoch, phase) by rank

@@ -9,7 +9,13 @@ from typing import Annotated
 
 import typer
 
-from .errors import require
+from mok_ref.option_names import option_names
+
+from .errors import check_outputs, require
+from .reasons import WARNING
+
+JSON = (".json",)
+HTML = (".html", ".htm")
 
 
 def register(app: typer.Typer) -> None:
@@ -20,12 +26,18 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="Model name or TOML file; 'list' shows names.")],
-    hardware: Annotated[str, typer.Option(help="Machine name or TOML file; 'list' shows names.")],
-    tokens: Annotated[int, typer.Option(help="Tokens per GPU and micro-batch.")] = 4096,
+    model: Annotated[
+        str | None, typer.Option(help="Model name or TOML file; 'list' shows names.")
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="Machine name or TOML file; 'list' shows names.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens per GPU and micro-batch (a routing file is repeated).")
+    ] = 4096,
     gpus: Annotated[int | None, typer.Option(help="GPUs; default: the whole machine.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or mxfp8 experts.")] = "bf16",
-    routing: Annotated[str, typer.Option(help="uniform, zipf:S or a file with topk_ids.")] = (
+    routing: Annotated[str, typer.Option(help="uniform, zipf:S or an .npz file with topk_ids.")] = (
         "uniform"
     ),
     ep: Annotated[int | None, typer.Option(help="Only this EP size.")] = None,
@@ -45,7 +57,10 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write the report (.html).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Choose EP, TP, sharding, batches and placement for a model on a machine, with reasons."""
+    """Choose EP, TP, sharding, batches and placement for a model on a machine, with reasons.
+
+    Exit status 1 if the model does not fit the machine in any way.
+    """
     from .hardware import known_hardware
     from .models import known_models
     from .plan import make_plan, plan_text
@@ -55,32 +70,50 @@ def plan(
         print("models:   " + ", ".join(known_models()))
         print("hardware: " + ", ".join(known_hardware()))
         return
-    require(best >= 1, f"best must be at least 1, got {best=}")
-    require(dtype in ("bf16", "mxfp8"), f"dtype must be bf16 or mxfp8, got {dtype!r}")
-    made = make_plan(
-        model,
-        hardware,
-        tokens,
-        gpus,
-        not raw_rates,
-        best,
-        dtype=dtype,
-        routing=routing,
-        seed=seed,
-        sequence=sequence,
-        accumulate=accumulate,
-        cross_domain=cross_domain,
-        ep_size=ep,
-        tp_size=tp,
-    )
+    if model is None or hardware is None:
+        missing = "--model" if model is None else "--hardware"
+        raise ValueError(f"{missing} must be given; '{missing} list' shows the names")
+    require(best >= 1, f"--best must be at least 1, got {best}")
+    require(dtype in ("bf16", "mxfp8"), f"--dtype must be bf16 or mxfp8, got {dtype!r}")
+    check_outputs(("--output", output, JSON), ("--trace", trace, JSON), ("--html", html, HTML))
+    with option_names(num_gpus="--gpus", ep_size="--ep", tp_size="--tp"):
+        made = make_plan(
+            model,
+            hardware,
+            tokens,
+            gpus,
+            not raw_rates,
+            best,
+            dtype=dtype,
+            routing=routing,
+            seed=seed,
+            sequence=sequence,
+            accumulate=accumulate,
+            cross_domain=cross_domain,
+            ep_size=ep,
+            tp_size=tp,
+        )
+    print(made.to_json() if as_json else plan_text(made))
     if output:
         made.write(output)
+        written("plan", output)
     if trace:
         plan_trace(made, trace)
+        written("trace", trace)
     if html:
         title = f"{made.model['name']} on {made.hardware['title']}"
         write_whole(html, page(title, plan_sections(made)))
-    print(made.to_json() if as_json else plan_text(made))
+        written("report", html)
+    for reason in made.reasons:
+        if reason.startswith(WARNING):
+            print(reason, file=sys.stderr)
+    if not made.memory["fits"]:
+        raise typer.Exit(1)
+
+
+def written(what: str, path: Path) -> None:
+    """Say where something went; on stderr, which leaves JSON on stdout whole."""
+    print(f"{what}: {path}", file=sys.stderr)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -98,8 +131,12 @@ def tune(
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")],
     ranks: Annotated[int, typer.Option(help="Virtual ranks on this machine.")] = 1,
     dtype: Annotated[str, typer.Option(help="bf16 or mxfp8 experts.")] = "bf16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    arithmetic: Annotated[str, typer.Option(help="exact, fast or float64 (cpu).")] = "exact",
+    device: Annotated[
+        str, typer.Option(help="cuda; cpu measures and stores nothing: its layer looks nothing up.")
+    ] = "cuda",
+    arithmetic: Annotated[
+        str | None, typer.Option(help="cpu: exact (the default), fast or float64.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Timed calls of each size.")] = 5,
     forward_only: Annotated[bool, typer.Option("--forward-only")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
@@ -111,22 +148,40 @@ def tune(
     from .tune import Tried, tuning_path
     from .tune import tune as measure
 
-    config = MoEConfig(
-        hidden, intermediate, experts, top_k, ranks, dtype=dtype, arithmetic=arithmetic
+    require(device in ("cpu", "cuda"), f"--device must be cpu or cuda, got {device!r}")
+    require(
+        device == "cpu" or arithmetic is None,
+        f"--arithmetic must go with --device cpu (a GPU is exact), got {arithmetic!r}",
     )
+    words = {"hidden_size": "--hidden", "intermediate_size": "--intermediate"}
+    words |= {"num_experts": "--experts", "top_k": "--top-k", "ep_size": "--ranks"}
+    with option_names(**words):
+        config = MoEConfig(
+            hidden,
+            intermediate,
+            experts,
+            top_k,
+            ranks,
+            dtype=dtype,
+            arithmetic=arithmetic or "exact",
+        )
 
     def show(tried: Tried) -> None:
         text = f"minibatch {tried.minibatch:6d}  macrobatch {tried.macrobatch:7d}"
         print(f"{text}  {tried.ms:9.3f} ms", file=sys.stderr)
 
-    found = measure(config, tokens, device, repeats, not forward_only, seed, progress=show)
+    with option_names(num_tokens="--tokens", repeats="--repeats", seed="--seed"):
+        found = measure(config, tokens, device, repeats, not forward_only, seed, progress=show)
     best = found[0]
     if as_json:
         print(json.dumps({"best": vars(best), "tried": [vars(t) for t in found]}))
         return
+    stored = f"stored in {tuning_path()}"
+    if device == "cpu":
+        stored = "not stored: the CPU layer looks no sizes up"
     print(
         f"best: minibatch {best.minibatch}, macrobatch {best.macrobatch}: {best.ms:.3f} ms; "
-        f"stored in {tuning_path()}"
+        + stored
     )
 
 
@@ -138,29 +193,43 @@ def report(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the plan's trace (.json).")] = None,
     pictures: Annotated[Path | None, typer.Option(help="Folder for a plan's SVG files.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A run's numbers as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A run's numbers, else the files written, as JSON.")
+    ] = False,
 ) -> None:
     """Make one self-contained HTML page of a training run, a plan or a trace."""
     from .plan import parse_plan
-    from .report import plan_trace, write_pictures, write_report
+    from .report import plan_trace, read_source, write_pictures, write_report
 
     page = output or default_page(source)
-    write_report(source, page)
+    check_outputs(("--output", page, HTML), ("--trace", trace, JSON))
+    require(
+        pictures is None or not pictures.is_file(), f"--pictures must be a folder, got {pictures}"
+    )
+    made = None
     if trace or measured or pictures:
         require(
-            source.is_file(), f"trace, measured and pictures need a plan file, got {str(source)!r}"
+            source.is_file(),
+            f"--trace, --measured and --pictures need a plan file, got {str(source)!r}",
         )
-        made = parse_plan(source.read_text(encoding="utf-8"), source.name)
-        if trace or measured:
-            plan_trace(made, trace or page.with_suffix(".trace.json"), measured)
-        if pictures:
-            write_pictures(made, pictures)
-    if source.is_dir() and (source / "config.json").is_file():
+        made = parse_plan(read_source(source), source.name)
+    write_report(source, page)
+    files = {"report": page}
+    if made is not None and (trace or measured):
+        files["trace"] = trace or page.with_suffix(".trace.json")
+        plan_trace(made, files["trace"], measured)
+    if made is not None and pictures:
+        write_pictures(made, pictures)
+        files["pictures"] = pictures
+    is_run = source.is_dir() and (source / "config.json").is_file()
+    if is_run:
         from mok_ref.training.report import report_run
 
         report_run(source, as_json)
-    if not as_json:
-        print(f"report: {page}")
+    elif as_json:
+        print(json.dumps({what: str(path) for what, path in files.items()}))
+    for what, path in files.items():
+        written(what, path)
 
 
 def default_page(source: Path) -> Path:

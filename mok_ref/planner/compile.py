@@ -109,7 +109,7 @@ def compile(
     model          name, TOML file, dict or ModelDescription: layers, experts, routing options
     hardware       name or TOML file of the planned machine; "here": the GPU at hand, else an H200
     optimization   "dev": one candidate simulated, nothing measured, seconds; "max": the best few
-                   simulated, and the layer's batches measured here and cached (`tune`)
+                   simulated, and the layer's batches measured here for the trainer
     tokens         per GPU and micro-batch on the planned machine (default: batch * sequence)
     batch, sequence, steps, ranks, arithmetic, text   of the trainer; ranks None: chosen here
     options        further options of `plan.make_plan` (routing, dtype, ep_size, ...)
@@ -225,6 +225,8 @@ def train_config(made: Compiled) -> Any:
         shared_intermediate=model.shared_intermediate_size,
         router=RouterConfig(options=options),
         arithmetic=made.arithmetic,
+        minibatch=made.tuned[0].minibatch if made.tuned else None,
+        macrobatch=made.tuned[0].macrobatch if made.tuned else None,
     )
     return TrainConfig(model=inner, steps=made.steps, batch=made.batch, seed=made.seed)
 
@@ -297,7 +299,7 @@ class MpiTrainer:
 
 
 def tune_here(made: Compiled) -> list[Any]:
-    """Measure the layer's batches for the trainer's layer, as `mok-ref tune` does."""
+    """Measure batches of the trainer's layer, as `mok-ref tune --device cpu` does."""
     from mok_ref.config import MoEConfig
 
     from .tune import tune

@@ -1,6 +1,7 @@
 """Measured and published figures, and the routing they were measured with.
 
-    data/measurements/h200.toml       one H200: dense products, peers, the prototype kernel's parts
+    data/measurements/h200.toml       one H200: dense products, peers, the prototype kernel's parts;
+                                      two H200: this project's kernel
     data/measurements/published.toml  several GPUs, by others
     docs/results/*.json               this project's kernel, written by the benchmark
 
@@ -29,8 +30,8 @@ DATA = Path(__file__).parent / "data" / "measurements"
 ZIPF_SKEW = 1.0
 MOST_DRAWN_ROUTES = 600_000  # above this only counts are drawn
 NEEDED = ("case", "T", "H", "I", "E", "K", "direction", "ms_ours")
-# shapes whose rows may be fitted: one with large experts, one with many small ones; all others
-# are held out, so that a held-out row is of a shape that the fit has never seen
+# cases whose rows may be fitted: one with large experts, one with many small ones, one of few
+# tokens; a held-out row is of another shape, token count or routing than any of these
 FITTED_CASES = ("dsv3", "dsv3-rank", "qwen3", "small-128")
 
 
@@ -71,6 +72,7 @@ FLOP_FACTORS = {
     "forward products": 6.0,
     "forward layer": 6.0,
     "backward": 12.0,
+    "forward and backward": 18.0,
     "backward float32": 12.0,
     "dgrad hidden": 2.0,
     "dgrad input": 4.0,
@@ -80,10 +82,11 @@ FLOP_FACTORS = {
 
 
 def h200_rows(path: Path = DATA / "h200.toml") -> list[Measurement]:
-    """Rows given in TFLOP/s per GPU; the prototype's rows of fitted shapes may be fitted."""
+    """Rows in ms or in TFLOP/s per GPU; the prototype's rows of fitted shapes may be fitted."""
     result = []
     for row in tomllib.loads(path.read_text(encoding="utf-8"))["rows"]:
         flops = FLOP_FACTORS[row["what"]] * row["T"] * row["K"] * row["H"] * row["I"]
+        ms = row["ms"] if "ms" in row else flops / row["tflops"] / 1e9
         is_fit = row["group"] == "prototype" and row["case"] in FITTED_CASES
         result.append(
             Measurement(
@@ -91,11 +94,12 @@ def h200_rows(path: Path = DATA / "h200.toml") -> list[Measurement]:
                 row["case"],
                 row["what"],
                 **sizes_of(row),
-                ms=flops / row["tflops"] / 1e9,
+                ms=ms,
                 source=row["source"],
                 routing=row["routing"],
                 ranks=row.get("ranks", 1),
                 role="fit" if is_fit else "held out",
+                extra={key: row[key] for key in ("dw_dtype",) if key in row},
             )
         )
     return result
@@ -167,15 +171,18 @@ def kernel_row(row: dict[str, Any], device: dict[str, Any], name: str) -> Measur
         hardware="h100" if "H100" in gpu else "h200",
         ranks=int(row.get("ranks", 1)),
         dtype=str(row.get("dtype", "bf16")),
-        role="fit" if is_fitted(case, row) else "held out",
+        role=role_of(case, row),
         extra={key: value for key, value in row.items() if key not in NEEDED},
     )
 
 
-def is_fitted(case: str, row: dict[str, Any]) -> bool:
-    """Rows of the fitted shapes, bf16, sustained, one GPU."""
+def role_of(case: str, row: dict[str, Any]) -> str:
+    """Roles of the kernel's rows: "fit" are fitted cases, bf16, sustained, one GPU; "fitted shape"
+    are these in bursts and the like, no test on anything unseen; all others are "held out"."""
+    if case not in FITTED_CASES:
+        return "held out"
     plain = row.get("mode", "sustained") == "sustained" and row.get("dtype", "bf16") == "bf16"
-    return case in FITTED_CASES and plain and int(row.get("ranks", 1)) == 1
+    return "fit" if plain and int(row.get("ranks", 1)) == 1 else "fitted shape"
 
 
 def rows_of_bench(table: dict[str, Any]) -> list[dict[str, Any]]:
@@ -203,12 +210,18 @@ def rows_of_bench(table: dict[str, Any]) -> list[dict[str, Any]]:
                     "routing": case.routing,
                     "ms_ours": row[f"{mode}_ms"],
                     "mode": mode,
-                    "save": "all" if "saving" in row["contender"] else "none",
-                    "dw_dtype": "bf16" if "bf16" in row["contender"] else "float32",
+                    **variant_of(row),
                     "bits_ok": table.get("bits", {}).get(case.name, "equal") == "equal",
                 }
             )
     return result
+
+
+def variant_of(row: dict[str, Any]) -> dict[str, str]:
+    """What a contender's name says: what forward saved, or in which type backward stored dW."""
+    if row["direction"] == "backward":
+        return {"save": "all", "dw_dtype": "bf16" if "bf16" in row["contender"] else "float32"}
+    return {"save": "all" if "saving" in row["contender"] else "none"}
 
 
 def workload_of(row: Measurement) -> Workload:

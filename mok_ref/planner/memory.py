@@ -68,10 +68,10 @@ def parameter_bytes(model: ModelDescription, choice: Choice, experts: int) -> di
     }
     for what, size in sizes.items():
         is_spread = what in SHARED_STATES[choice.sharding]
-        result[f"{what}, experts"] = owned * size / (choice.dp_size if is_spread else 1)
-        result[f"{what}, other"] = shared * size / (choice.num_gpus if is_spread else 1)
+        result[f"{what} of experts"] = owned * size / (choice.dp_size if is_spread else 1)
+        result[f"{what} of the rest"] = shared * size / (choice.num_gpus if is_spread else 1)
     if choice.dtype == "mxfp8":
-        result["weights, experts MXFP8"] = owned * 33 / 32
+        result["MXFP8 weights of experts"] = owned * 33 / 32
     return result
 
 

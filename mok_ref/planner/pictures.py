@@ -14,6 +14,8 @@ from .trace import lane_order
 
 LEFT, TOP, ROW = 110.0, 34.0, 11.0
 MOST_LANES = 64
+MOST_NUMBERS = 16  # ranks up to which a heat map's cells hold their numbers
+HOME = "#f3e9d8"  # the diagonal of a heat map
 
 
 def colour_of(name: str) -> str:
@@ -59,22 +61,48 @@ def matrix_picture(megabytes: np.ndarray, title: str, side: float = 520.0) -> st
     """Heat map (R, R): source rank per row, destination per column; the diagonal stays at home."""
     num = len(megabytes)
     cell = (side - 90) / max(num, 1)
-    picture = Drawing(side, side + 20)
+    picture = Drawing(side, side + 40)
     picture.text(8, 18, title, 13)
     foreign = megabytes * (1 - np.eye(num))
     most = float(foreign.max()) if num > 1 else 0.0
     for i in range(num):
         for j in range(num):
             value = float(megabytes[i, j])
-            fill = "#f3e9d8" if i == j else shade(value / most if most else 0.0)
+            share = value / most if most and i != j else 0.0
+            fill = HOME if i == j else shade(share)
             label = f"{i} to {j}: {value:.2f} MB"
-            picture.rect(60 + j * cell, 40 + i * cell, cell, cell, fill, label)
+            x, y = 60 + j * cell, 50 + i * cell
+            picture.rect(x, y, cell, cell, fill, label)
+            if num <= MOST_NUMBERS:
+                ink = "#fff" if share > 0.5 else "#222"
+                picture.text(
+                    x + cell / 2, y + cell / 2 + 3, short_number(value), 9, "middle", fill=ink
+                )
     for tick in ticks(0, num - 1 if num > 1 else 1):
         if tick == int(tick) and tick < num:
-            picture.text(54, 40 + (tick + 0.7) * cell, f"{tick:g}", 9, "end")
-            picture.text(60 + (tick + 0.5) * cell, 36, f"{tick:g}", 9, "middle")
-    picture.text(60, side + 8, f"darkest: {most:.2f} MB; rows: source, columns: destination", 10)
+            picture.text(54, 53 + (tick + 0.5) * cell, f"{tick:g}", 9, "end")
+            picture.text(60 + (tick + 0.5) * cell, 46, f"{tick:g}", 9, "middle")
+    picture.text(60, 34, "destination rank", 10)
+    picture.text(8, 46, "source rank", 9)
+    add_shades(picture, 60, side - 18, most)
     return picture.render()
+
+
+def short_number(value: float) -> str:
+    """At most four characters for what fits a small cell: 0.25, 3.1, 27, 1e+04."""
+    if value >= 10:
+        return f"{value:.0f}" if value < 9999.5 else f"{value:.0e}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def add_shades(picture: Drawing, x: float, y: float, most: float) -> None:
+    """The colour scale of a heat map, with its ends, and the colour of the diagonal."""
+    picture.text(x, y + 10, "0 MB", 9)
+    for step in range(11):
+        picture.rect(x + 28 + 12 * step, y, 12, 12, shade(step / 10))
+    picture.text(x + 166, y + 10, f"{most:.2f} MB", 9)
+    picture.rect(x + 250, y, 12, 12, HOME)
+    picture.text(x + 266, y + 10, "stays on its rank", 9)
 
 
 def memory_picture(parts: Mapping[str, float], capacity: float, width: float = 760.0) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ from .errors import require
 from .hardware import Hardware, load_hardware
 from .models import ModelDescription, load_model, model_from_table
 from .prediction import Prediction
-from .reasons import name_of, reasons_for
+from .reasons import name_of, reasons_for, split_name
 from .search import Candidate, Question, search, workload_for
 from .skew import first_break, skew_report
 from .stages import FITTED, KernelConstants, shape_of
@@ -100,8 +101,16 @@ def parse_plan(text: str, where: str) -> Plan:
     names = {f.name for f in fields(Plan)}
     missing, extra = sorted(names - set(table)), sorted(set(table) - names)
     require(not missing, f"{where}: missing {', '.join(missing)}")
-    require(not extra, f"{where}: unknown {', '.join(extra)}")
-    return Plan(**table)
+    known = ", ".join(sorted(names))
+    require(not extra, f"{where}: unknown {', '.join(extra)}; a plan has {known}")
+    plan = Plan(**table)
+    try:
+        plan_text(plan)
+        plan.description()
+        KernelConstants(**plan.constants)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: not a whole plan: {error!r}") from None
+    return plan
 
 
 def machine_factors(hardware: Hardware, path: Path = FITTED) -> tuple[str, dict[str, float]]:
@@ -194,6 +203,7 @@ def predicted_as_data(question: Question, best: Candidate) -> dict[str, Any]:
             "tokens_per_second": step.tokens_per_second,
             "tokens_per_second_per_gpu": step.tokens_per_second / gpus,
             "mfu": step.tokens_per_second * active / peak,
+            "closed_form_tokens_per_second": best.closed_tokens_per_second,
             "recompute": best.recompute,
         },
         "imbalance": best.placement.imbalance,
@@ -224,6 +234,7 @@ def alternative_as_data(other: Candidate) -> dict[str, Any]:
         "split": name_of(other),
         "choice": str(other.choice),
         "tokens_per_second": other.tokens_per_second,
+        "closed_form_tokens_per_second": other.closed_tokens_per_second,
         "memory_gb": other.memory.total / 1e9,
         "fits": other.memory.fits,
         "how": "simulated" if other.simulated else "closed form",
@@ -231,48 +242,107 @@ def alternative_as_data(other: Candidate) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan for a terminal."""
-    q, step = plan.question, plan.predicted["step"]
+    """The plan for a terminal of 80 columns."""
+    q = plan.question
     machine = plan.machine()
     lines = [
-        f"{plan.model['name']} on {machine.title}: {machine.num_gpus} GPUs, "
-        f"{q['tokens']} tokens per GPU, routing {q['routing']}",
-        f"  {plan.chosen}",
-        f"  {step['tokens_per_second']:,.0f} tokens/s, step {step['seconds'] * 1e3:.1f} ms, "
-        f"MFU {step['mfu']:.1%}" + (", activations recomputed" if step["recompute"] else ""),
+        f"{plan.model['name']} on {machine.title}",
+        f"{machine.num_gpus} GPU{'s' * (machine.num_gpus > 1)}, {q['tokens']} tokens per GPU, "
+        f"routing {q['routing']}",
     ]
+    if q["calibration"]:
+        lines.append(f"Rates corrected by published rows of {q['calibration']}.")
+    lines += ["", "Plan", *choice_lines(plan)]
+    lines += ["", "Predicted", *predicted_lines(plan)]
+    lines += ["", "Memory per GPU", *memory_lines(plan)]
+    lines += ["", "Why", *(wrapped(reason, "  - ") for reason in plan.reasons)]
+    lines += ["", "What breaks first", wrapped(plan.first_break, "  ")]
+    lines += ["", "Alternatives", *alternative_lines(plan)]
+    return "\n".join(lines)
+
+
+def wrapped(text: str, start: str) -> str:
+    """One paragraph at 80 columns, hanging under its start."""
+    return textwrap.fill(text, 80, initial_indent=start, subsequent_indent=" " * len(start))
+
+
+def choice_lines(plan: Plan) -> list[str]:
+    """Name and value of everything the plan decides."""
+    choice = plan.chosen
+    movers = "helper warps of every SM"
+    if choice.communication_sms:
+        movers = f"{choice.communication_sms} SMs of their own"
+    recomputed = ", all activations recomputed" if plan.predicted["step"]["recompute"] else ""
+    rows = [
+        ("split", split_name(choice)),
+        ("experts", f"{choice.dtype}, placed {plan.predicted['placement']}"),
+        ("batches", f"minibatch {choice.minibatch} rows, macrobatch {choice.macrobatch} rows"),
+        ("rows moved by", movers),
+        ("sharding", f"{choice.sharding} over data-parallel copies"),
+        ("kept for backward", f"gate and up of rows: {choice.save}{recomputed}"),
+    ]
+    return [f"  {name:18s} {value}" for name, value in rows]
+
+
+def predicted_lines(plan: Plan) -> list[str]:
+    """The step, its parts, and the MoE layer in both directions."""
+    step = plan.predicted["step"]
+    lines = [
+        f"  step {step['seconds'] * 1e3:.1f} ms, {step['tokens_per_second']:,.0f} tokens/s, "
+        f"MFU {step['mfu']:.1%}"
+    ]
+    lines += [f"    {name:28s} {value * 1e3:9.1f} ms" for name, value in step["parts"].items()]
+    lines.append("  one MoE layer      ms   TFLOP/s    MFU   communication hidden   links busy")
     for name in ("forward", "backward"):
         p = plan.predicted[name]
         lines.append(
-            f"  MoE {name:8s} {p['ms']:8.3f} ms  {p['tflops']:6.0f} TFLOP/s  MFU {p['mfu']:.0%}  "
-            f"communication hidden {p['hidden_share']:.0%}  link {p['link_share']:.0%}"
+            f"    {name:10s} {p['ms']:8.3f} {p['tflops']:9.0f} {p['mfu']:6.0%} "
+            f"{p['hidden_share']:22.0%} {p['link_share']:12.0%}"
         )
-    lines.append("  step: " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in step["parts"].items()))
+    return lines
+
+
+def memory_lines(plan: Plan) -> list[str]:
+    """Total, verdict and the largest parts."""
     memory = plan.memory
-    lines.append(
-        f"  memory: {memory['total'] / 1e9:.1f} of {memory['capacity'] / 1e9:.1f} GB: "
-        + ", ".join(f"{k} {v / 1e9:.1f}" for k, v in top_parts(memory["parts"]))
-    )
+    total, capacity = memory["total"] / 1e9, memory["capacity"] / 1e9
+    lines = [f"  {total:.1f} of {capacity:.1f} GB"]
     if not memory["fits"]:
-        lines.append("  DOES NOT FIT: this is the leanest split found")
-    if q["calibration"]:
-        lines.append(f"  rates corrected by published rows of {q['calibration']}")
-    lines += ["Why"] + [f"  - {reason}" for reason in plan.reasons]
-    lines += ["What breaks first", f"  {plan.first_break}"]
-    lines += ["Alternatives"] + [alternative_line(other) for other in plan.alternatives]
-    return "\n".join(lines)
+        lines[0] += f": DOES NOT FIT, by {total - capacity:.1f} GB; no split searched needs less"
+    return lines + [f"    {k:28s} {v / 1e9:9.1f} GB" for k, v in top_parts(memory["parts"])]
 
 
 def top_parts(parts: Mapping[str, float]) -> list[tuple[str, float]]:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return [(name, value) for name, value in ordered if value > 0 and math.isfinite(value)][:7]
+    return [(name, value) for name, value in ordered if math.isfinite(value) and value >= 5e7][:7]
+
+
+def alternative_lines(plan: Plan) -> list[str]:
+    """The chosen and the other splits, best first; two figures, so that like meets like."""
+    if not plan.alternatives:
+        return ["  none: no other split was asked for or possible"]
+    lines = ["  split                       simulated   closed form    memory"]
+    lines.append("                               tokens/s      tokens/s        GB")
+    step = plan.predicted["step"]
+    chosen = {
+        "split": split_name(plan.chosen) + " *",
+        "tokens_per_second": step["tokens_per_second"],
+        "closed_form_tokens_per_second": step["closed_form_tokens_per_second"],
+        "memory_gb": plan.memory["total"] / 1e9,
+        "fits": plan.memory["fits"],
+        "how": "simulated",
+    }
+    lines += [alternative_line(other) for other in (chosen, *plan.alternatives)]
+    lines.append("  * this plan; the others in the order of the closed form; '-': not simulated")
+    return lines
 
 
 def alternative_line(other: Mapping[str, Any]) -> str:
+    simulated = f"{other['tokens_per_second']:,.0f}" if other["how"] == "simulated" else "-"
     fit = "" if other["fits"] else "  does not fit"
     return (
-        f"  {other['split']:28s} {other['tokens_per_second']:14,.0f} tokens/s  "
-        f"{other['memory_gb']:7.1f} GB  ({other['how']}){fit}"
+        f"  {other['split']:25s} {simulated:>11s} "
+        f"{other['closed_form_tokens_per_second']:13,.0f} {other['memory_gb']:9.1f}{fit}"
     )
 
 

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from .choice import Choice
 from .closed_form import Setting, estimate
-from .hardware import Hardware
 from .memory import memory_report
 from .placement import in_order
-from .search import COMMUNICATION_SMS, MINIBATCHES, Candidate, Question, padded_rows
+from .search import (
+    COMMUNICATION_SMS,
+    MINIBATCHES,
+    Candidate,
+    Question,
+    padded_rows,
+    parse_routing,
+)
+from .workload import foreign_routing
+
+WARNING = "WARNING:"  # how a reason begins that questions the input
 
 
 def reasons_for(question: Question, best: Candidate, others: list[Candidate]) -> list[str]:
     """Sentences in the order in which the decisions were taken."""
     makers: list[Callable[[], str | None]] = [
+        lambda: routing_reason(question, best),
         lambda: split_reason(best, others),
-        lambda: unused_reason(question.hardware, best),
+        lambda: unused_reason(question, best),
         lambda: bound_reason(best),
         lambda: placement_reason(best),
         lambda: minibatch_reason(best),
@@ -27,8 +38,19 @@ def reasons_for(question: Question, best: Candidate, others: list[Candidate]) ->
 
 
 def name_of(candidate: Candidate) -> str:
-    choice = candidate.choice
+    return split_name(candidate.choice)
+
+
+def split_name(choice: Choice) -> str:
     return f"EP {choice.ep_size} x TP {choice.tp_size} x DP {choice.dp_size}"
+
+
+def routing_reason(question: Question, best: Candidate) -> str | None:
+    """A warning about a routing file; synthetic routing has the model's experts by construction."""
+    if parse_routing(question.routing) is not None:
+        return None
+    doubt = foreign_routing(best.setting.work)
+    return f"{WARNING} {doubt}" if doubt else None
 
 
 def split_reason(best: Candidate, others: list[Candidate]) -> str | None:
@@ -37,32 +59,42 @@ def split_reason(best: Candidate, others: list[Candidate]) -> str | None:
     if not rest:
         return f"{name_of(best)} is the only split of this machine that was asked for"
     other = rest[0]
+    if not best.memory.fits:
+        return f"{name_of(best)} needs least memory: {name_of(other)} needs {gigabytes(other)} GB"
     if not other.memory.fits:
         return (
             f"{name_of(best)}: the next split, {name_of(other)}, needs "
-            f"{other.memory.total / 1e9:.0f} GB per GPU and does not fit"
+            f"{gigabytes(other)} GB per GPU and does not fit"
         )
-    gain = best.tokens_per_second / other.tokens_per_second - 1
+    # like with like: where the other was not simulated, both by the closed form
+    mine, its, by = best.step, other.step, ""
+    if not other.simulated:
+        mine, by = best.closed_form or best.step, " (closed form)"
+    gain = mine.tokens_per_second / its.tokens_per_second - 1
     # parts per token, since splits may leave GPUs idle
     difference = {
-        key: other.step.parts[key] / other.step.tokens - best.step.parts[key] / best.step.tokens
-        for key in best.step.parts
+        key: its.parts[key] / its.tokens - mine.parts[key] / mine.tokens for key in mine.parts
     }
     main = max(difference, key=lambda key: difference[key])
     return (
-        f"{name_of(best)} gives {gain:+.1%} tokens/s against the next split, {name_of(other)}, "
+        f"{name_of(best)} gives {gain:+.1%} tokens/s against the next split, {name_of(other)}{by}, "
         f"mostly in {main}"
     )
 
 
-def unused_reason(hardware: Hardware, best: Candidate) -> str | None:
-    unused = hardware.num_gpus - best.choice.num_gpus
+def gigabytes(candidate: Candidate) -> str:
+    return f"{candidate.memory.total / 1e9:.1f}"
+
+
+def unused_reason(question: Question, best: Candidate) -> str | None:
+    total = question.hardware.num_gpus
+    unused = total - best.choice.num_gpus
     if unused <= 0:
         return None
-    return (
-        f"{unused} of {hardware.num_gpus} GPUs stay idle: the experts divide more evenly over "
-        f"{best.choice.ep_size} ranks than over all"
-    )
+    why = "the experts divide more evenly over {} ranks than over all"
+    if question.ep_size:
+        why = "groups of {} ranks, as asked for, do not fill the machine"
+    return f"{unused} of {total} GPUs stay idle: " + why.format(best.choice.ep_size)
 
 
 def bound_reason(best: Candidate) -> str:
@@ -120,7 +152,7 @@ def communication_reason(best: Candidate) -> str:
 def memory_reason(question: Question, best: Candidate) -> str:
     """What a roomier setting would need."""
     text = f"{best.memory.total / 1e9:.0f} of {best.memory.capacity / 1e9:.0f} GB per GPU"
-    text += f", most of it {best.memory.largest}"
+    text += f", most of it the {best.memory.largest}"
     rows = padded_rows(best.setting.work, best.setting.owner)
     roomy = replace(best.choice, sharding="none", save="all")
     need = memory_report(

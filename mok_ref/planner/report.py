@@ -274,13 +274,23 @@ def html_report(source: Path) -> str:
         )
         return page(f"Training run {source.name}", run_sections(source))
     require(source.is_file(), f"report needs an existing file or folder, got {str(source)!r}")
-    text = source.read_text(encoding="utf-8")
+    text = read_source(source)
     if '"traceEvents"' in text:
         spans = read_trace(source)
         lanes = ("Timeline", timeline_picture(spans, source.name))
         return page(f"Trace {source.name}", [lanes, ("By kind", kinds_table(spans))])
     plan = parse_plan(text, source.name)
     return page(f"{plan.model['name']} on {plan.hardware['title']}", plan_sections(plan))
+
+
+def read_source(source: Path) -> str:
+    """Text of a plan or trace file. Raises: ValueError for anything that is no text."""
+    try:
+        return source.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"report needs a plan or a trace (.json) or a run's folder, got {str(source)!r}"
+        ) from None
 
 
 def kinds_table(spans: Sequence[Span]) -> str:

@@ -56,6 +56,9 @@ class Question:
             self.accumulate >= 1, f"accumulate must be at least 1, got accumulate={self.accumulate}"
         )
         require(self.sequence >= 1, f"sequence must be at least 1, got sequence={self.sequence}")
+        require(self.seed >= 0, f"seed must be >= 0, got seed={self.seed}")
+        for name, value in (("ep_size", self.ep_size), ("tp_size", self.tp_size)):
+            require(value is None or value >= 1, f"{name} must be at least 1, got {name}={value}")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Candidate:
     memory: MemoryReport
     step: StepTime
     simulated: tuple[Prediction, Prediction] | None = None
+    closed_form: StepTime | None = None  # the step before it was simulated
 
     @property
     def choice(self) -> Choice:
@@ -78,6 +82,11 @@ class Candidate:
     @property
     def tokens_per_second(self) -> float:
         return self.step.tokens_per_second
+
+    @property
+    def closed_tokens_per_second(self) -> float:
+        """By the closed form alone, which every candidate has: like is compared with like."""
+        return (self.closed_form or self.step).tokens_per_second
 
 
 def parse_routing(text: str) -> float | None:
@@ -108,7 +117,7 @@ def workload_for(
     """One EP group's routing; the same for every split of the same size."""
     skew = parse_routing(routing)
     if skew is None:
-        return recorded_workload(routing, ep_size, num_experts)
+        return recorded_workload(routing, ep_size, tokens, num_experts, top_k)
     # counts alone: the search needs no token ids
     return make_workload(ep_size, tokens, num_experts, top_k, skew, seed, with_ids=False)
 
@@ -164,6 +173,7 @@ def fitting_memory(
     question: Question, choice: Choice, owner: np.ndarray, rows: np.ndarray, tokens: int
 ) -> tuple[Choice, bool, MemoryReport]:
     """The least sharding, saving and recomputation that fit; the leanest if nothing does."""
+    leanest: tuple[Choice, bool, MemoryReport] | None = None
     attempts = [
         (replace(choice, sharding=sharding, save=save), recompute)
         for recompute, save in ((False, "all"), (False, "none"), (True, "none"))
@@ -174,8 +184,11 @@ def fitting_memory(
             question.model, question.hardware, attempt, owner, rows, tokens, recompute
         )
         if report.fits:
-            break
-    return attempt, recompute, report
+            return attempt, recompute, report
+        if leanest is None or report.total < leanest[2].total:
+            leanest = attempt, recompute, report
+    assert leanest is not None
+    return leanest
 
 
 def padded_rows(work: Workload, owner: np.ndarray) -> np.ndarray:
@@ -236,8 +249,17 @@ def candidates_of_split(question: Question, ep: int, tp: int, dp: int) -> list[C
 
 
 def rank_key(candidate: Candidate) -> tuple[bool, float]:
-    """Those that fit first, the fastest first."""
-    return not candidate.memory.fits, -candidate.tokens_per_second
+    """Those that fit first, the fastest first; of those that do not fit, the leanest first."""
+    if candidate.memory.fits:
+        return False, -candidate.tokens_per_second
+    return True, candidate.memory.total
+
+
+def closed_rank_key(candidate: Candidate) -> tuple[bool, float]:
+    """`rank_key` by figures that simulated candidates and others share."""
+    if candidate.memory.fits:
+        return False, -candidate.closed_tokens_per_second
+    return rank_key(candidate)
 
 
 def best_per_split(found: list[Candidate], num: int) -> list[Candidate]:
@@ -255,7 +277,8 @@ def simulate_candidate(question: Question, candidate: Candidate) -> Candidate:
     pair = (predict(setting), predict(setting, True))
     layer = (pair[0].seconds, pair[1].seconds)
     step = whole_step(question, setting, layer, candidate.recompute)
-    return replace(candidate, step=step, simulated=pair)
+    closed = candidate.closed_form or candidate.step
+    return replace(candidate, step=step, simulated=pair, closed_form=closed)
 
 
 def batch_variants(question: Question, candidate: Candidate, num: int) -> list[Candidate]:
@@ -276,8 +299,11 @@ def batch_variants(question: Question, candidate: Candidate, num: int) -> list[C
 
 
 def search(question: Question, num_simulated: int = 3) -> list[Candidate]:
-    """The best candidates, best first, those at the head simulated.
+    """The best candidate by simulation, then the others, best first by the closed form.
 
+    The first few are simulated. A split that the closed form puts above the best simulated one is
+    simulated too, so that none that is left out claims to be better. Where nothing fits, the first
+    is the leanest of all.
     Raises: ValueError if no split of the machine is possible.
     """
     ways = list(splits(question))
@@ -287,9 +313,13 @@ def search(question: Question, num_simulated: int = 3) -> list[Candidate]:
         f"tp_size={question.tp_size} on {question.hardware.num_gpus} GPUs",
     )
     found = [candidate for way in ways for candidate in candidates_of_split(question, *way)]
-    best = best_per_split(found, max(num_simulated, 6))
-    head = [simulate_candidate(question, c) for c in best[:num_simulated]]
+    rest = best_per_split(found, max(num_simulated, 6))
+    head = [simulate_candidate(question, c) for c in rest[:num_simulated]]
+    rest = rest[num_simulated:]
     head.sort(key=rank_key)
-    varied = batch_variants(question, head[0], 2)
-    head[0] = min([head[0], *(simulate_candidate(question, c) for c in varied)], key=rank_key)
-    return head + best[num_simulated:]
+    varied = [simulate_candidate(question, c) for c in batch_variants(question, head[0], 2)]
+    head[0] = min([head[0], *varied], key=rank_key)
+    while rest and rank_key(rest[0]) < rank_key(head[0]):
+        head.append(simulate_candidate(question, rest.pop(0)))
+        head.sort(key=rank_key)
+    return head[:1] + sorted(head[1:] + rest, key=closed_rank_key)

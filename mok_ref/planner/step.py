@@ -114,7 +114,7 @@ def step_time(
         "MoE forward": model.num_moe_layers * forward * (1 + again) * accumulate,
         "MoE backward": model.num_moe_layers * backward * accumulate,
         "attention and dense": other * accumulate,
-        "gradient exchange, exposed": max(exchange - hides, exchange / model.num_layers),
+        "exposed gradient exchange": max(exchange - hides, exchange / model.num_layers),
         "optimizer": optimizer_seconds(model, hardware, choice, experts),
     }
     total = float(tokens_per_rank) * choice.ep_size * choice.dp_size * accumulate

@@ -56,9 +56,17 @@ class Drawing:
             f"<title>{escape(title)}</title></circle>"
         )
 
-    def text(self, x: float, y: float, text: str, size: float = 11, anchor: str = "start") -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 11,
+        anchor: str = "start",
+        fill: str = "#222",
+    ) -> None:
         self.parts.append(
-            f"<text x='{x:.2f}' y='{y:.2f}' {FONT} font-size='{size:g}' fill='#222' "
+            f"<text x='{x:.2f}' y='{y:.2f}' {FONT} font-size='{size:g}' fill='{fill}' "
             f"text-anchor='{anchor}'>{escape(text)}</text>"
         )
 

@@ -274,11 +274,14 @@ def tune(
     """Measure, store the best, return everything tried, the best first.
 
     num_tokens   per rank
+    device       "cuda"; "cpu" measures too, but stores only where `path` is given: the CPU layer
+                 looks no sizes up
     Raises: ValueError naming the argument.
     """
     require(repeats >= 1, f"repeats must be at least 1, got {repeats=}")
     require(num_tokens >= 1, f"num_tokens must be at least 1, got {num_tokens=}")
     require(device in ("cpu", "cuda"), f"device must be cpu or cuda, got {device!r}")
+    require(seed >= 0, f"seed must be >= 0, got {seed=}")
     timer = layer_timer(config, num_tokens, device, backward, seed)
     tried = []
     for minibatch, macrobatch in sizes or sizes_to_try(num_tokens * config.top_k):
@@ -288,5 +291,6 @@ def tune(
         if progress:
             progress(tried[-1])
     tried.sort(key=lambda t: t.ms)
-    store_tuning(config, device_name(device), num_tokens, tried[0], path)
+    if device != "cpu" or path is not None:
+        store_tuning(config, device_name(device), num_tokens, tried[0], path)
     return tried

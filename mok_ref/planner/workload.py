@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from mok_ref.schedule import bit_reversed_order, default_splits
+from mok_ref.schedule import bit_reversed_order
 
 from .errors import require
 
@@ -175,20 +176,44 @@ def all_to_one(num_ranks: int, tokens_per_rank: int, owner: np.ndarray, top_k: i
     return Workload(tokens, counts, "all to one")
 
 
-def recorded_workload(path: str | Path, num_ranks: int, num_experts: int) -> Workload:
-    """Routing from an .npz case file with `topk_ids` (N, K) and optional `splits` (R,).
+def recorded_workload(
+    path: str | Path, num_ranks: int, tokens_per_rank: int, num_experts: int, top_k: int
+) -> Workload:
+    """Recorded routing as a batch: the tokens of an .npz file with `topk_ids` (N, K), in order, as
+    often as num_ranks * tokens_per_rank tokens need.
 
-    Raises: ValueError naming the file and what is wrong with it.
+    Raises: ValueError naming the file and what is wrong with it, another E or K included.
     """
     path = Path(path)
+    ids = recorded_ids(path, num_experts, top_k)
+    tokens = np.full(num_ranks, tokens_per_rank, np.int64)
+    total = num_ranks * tokens_per_rank
+    if total * top_k <= MOST_DRAWN_ROUTES:
+        ids = np.take(ids, np.arange(total) % len(ids), axis=0)
+        return Workload(tokens, counts_of(ids, tokens, num_experts), path.name, ids)
+    counts = np.stack([window_counts(ids, r * tokens_per_rank, tokens_per_rank, num_experts)
+                       for r in range(num_ranks)])  # fmt: skip
+    return Workload(tokens, counts, path.name)
+
+
+def window_counts(ids: np.ndarray, first: int, num: int, num_experts: int) -> np.ndarray:
+    """(E,) routes of `num` tokens from token `first` on, the file's tokens repeated for ever."""
+    rounds, left = divmod(num, len(ids))
+    window = np.take(ids, first + np.arange(left), axis=0, mode="wrap")
+    one = np.bincount(window[window >= 0], minlength=num_experts)
+    return one + rounds * np.bincount(ids[ids >= 0], minlength=num_experts)
+
+
+def recorded_ids(path: Path, num_experts: int, top_k: int) -> np.ndarray:
+    """(N, K) int32 of a routing file that fits a model of E experts and K slots."""
     require(path.is_file(), f"routing file must exist, got {str(path)!r}")
+    require(zipfile.is_zipfile(path), f"{path.name}: not a readable .npz file")
     try:
-        # opened here, because np.load leaves a file that is no archive open
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
+        with np.load(path, allow_pickle=False) as data:
             ids = np.asarray(data["topk_ids"]) if "topk_ids" in data else None
-            splits = np.asarray(data["splits"]) if "splits" in data else None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path.name}: not a readable .npz file: {error}") from None
+            own_experts = len(data["w_gate"]) if "w_gate" in data else num_experts
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile):
+        raise ValueError(f"{path.name}: not a readable .npz file of plain arrays") from None
     require(ids is not None, f"{path.name}: missing topk_ids")
     assert ids is not None
     require(
@@ -196,14 +221,28 @@ def recorded_workload(path: str | Path, num_ranks: int, num_experts: int) -> Wor
         f"{path.name}: topk_ids must be (N,K) integers, got shape {ids.shape} {ids.dtype}",
     )
     require(
+        ids.shape[1] == top_k,
+        f"{path.name}: topk_ids must have the model's {top_k} slots per token, got {ids.shape[1]}",
+    )
+    require(
+        own_experts == num_experts,
+        f"{path.name}: must be of the model's {num_experts} experts, got {own_experts}",
+    )
+    require(
         bool((ids >= -1).all() and (ids < num_experts).all()),
         f"{path.name}: topk_ids must lie in -1..{num_experts - 1}, got {ids.min()}..{ids.max()}",
     )
-    if splits is None or len(splits) != num_ranks:
-        splits = default_splits(len(ids), num_ranks)
-    require(
-        splits.sum() == len(ids),
-        f"{path.name}: splits must add up to {len(ids)} tokens, got {splits.sum()}",
+    return ids.astype(np.int32)
+
+
+def foreign_routing(work: Workload) -> str:
+    """Why recorded routing looks like another model's: the upper half of the experts is never
+    chosen, although there are many routes for each. "" where it does not."""
+    load = work.expert_load
+    used = 1 + int(np.flatnonzero(load).max()) if load.any() else 0
+    if 2 * used > len(load) or load.sum() < 8 * len(load):
+        return ""
+    return (
+        f"{work.title} never chooses experts {used} to {len(load) - 1}: "
+        "is it routing of this model?"
     )
-    tokens = splits.astype(np.int64)
-    return Workload(tokens, counts_of(ids, tokens, num_experts), path.name, ids.astype(np.int32))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from mok_ref.install import install_hint
+
 _SCORE_BITS = 20  # scores are rounded to multiples of 2^-20 of their range for the auction
 _FIRST_EPSILON_SHIFT = 2  # epsilon starts at range / 4 and falls by 4 each phase
 
@@ -23,7 +25,7 @@ def linear_sum(scores: np.ndarray) -> np.ndarray:
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
-        raise RuntimeError('scipy is missing: pip install "mok_ref[train]"') from error
+        raise RuntimeError(f"scipy is missing: {install_hint('train')}") from error
     seat_expert = np.repeat(np.arange(scores.shape[1]), expert_shares(*scores.shape))
     tokens, seats = linear_sum_assignment(scores.astype(np.float64)[:, seat_expert], maximize=True)
     out = np.zeros(len(scores), np.int32)

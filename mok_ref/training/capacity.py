@@ -41,12 +41,12 @@ class CapacityOptions:
         if not 0 < self.low <= self.start <= self.high:
             raise ValueError(
                 "capacity factors must satisfy 0 < low <= start <= high, "
-                f"got {self.low=}, {self.start=}, {self.high=}"
+                f"got low={self.low!r}, start={self.start!r}, high={self.high!r}"
             )
         if self.policy not in POLICIES:
-            raise ValueError(f"policy must be one of {POLICIES}, got {self.policy=}")
+            raise ValueError(f"policy must be one of {POLICIES}, got policy={self.policy!r}")
         if self.every < 1:
-            raise ValueError(f"every must be at least 1, got {self.every=}")
+            raise ValueError(f"every must be at least 1, got every={self.every!r}")
 
 
 @dataclass

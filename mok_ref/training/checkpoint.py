@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from mok_ref.install import install_hint
+
 FORMAT = 1
 
 
@@ -63,7 +65,9 @@ def safetensors_numpy() -> Any:
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise RuntimeError('safetensors is missing: pip install "mok_ref[train]"') from error
+        raise RuntimeError(
+            f"checkpoints need safetensors, which is not installed: {install_hint('train')}"
+        ) from error
     return safetensors.numpy
 
 

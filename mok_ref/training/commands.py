@@ -14,7 +14,9 @@ import typer
 
 from mok_ref.heap import run_ranks
 from mok_ref.launch import under_mpiexec
+from mok_ref.option_names import option_names
 from mok_ref.routing import RoutingOptions
+from mok_ref.training import checkpoint as files
 from mok_ref.training.capacity import CapacityOptions
 from mok_ref.training.choosers import LitterOptions
 from mok_ref.training.data import load_text
@@ -33,83 +35,243 @@ def register(app: typer.Typer) -> None:
     app.command()(train)
 
 
+# Small enough for a step of exact arithmetic in well under a second on one core.
+START = TrainConfig(ModelConfig(sequence=32), batch=4)
+
+
+def shown(help: str, default: object) -> Any:
+    """An option whose default comes from `START`, or from the run to resume."""
+    return typer.Option(help=help, show_default=str(default))
+
+
 def train(
-    run_dir: Annotated[Path | None, typer.Option(help="Folder for metrics, checkpoints.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue run_dir's run.")] = False,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="New or empty folder for metrics and checkpoints.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --run-dir.")
+    ] = False,
     checkpoint: Annotated[
         str | None, typer.Option(help="Resume from this one: best or manifest-000050.json.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="JSON of a run; options override.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Text file; default: Python's help.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Virtual ranks (not under mpiexec).")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of the whole run.")] = None,
+    text: Annotated[
+        Path | None, shown("Text file, 4096 bytes or more.", "Python's help texts")
+    ] = None,
+    ranks: Annotated[int | None, shown("Virtual ranks (not under mpiexec).", 1)] = None,
+    steps: Annotated[int | None, shown("Steps of the whole run.", START.steps)] = None,
     stop_at: Annotated[int | None, typer.Option(help="Stop before this step.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights and data.")] = None,
-    sequence: Annotated[int | None, typer.Option(help="Bytes per sequence (16 n).")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
-    intermediate: Annotated[int | None, typer.Option(help="Width of an expert.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts per layer.")] = None,
-    shared: Annotated[int | None, typer.Option(help="Width of a shared expert.")] = None,
-    ffn: Annotated[str | None, typer.Option(help="moe, dense or ordinary.")] = None,
-    arithmetic: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
-    recompute: Annotated[bool | None, typer.Option("--recompute", help="Save less.")] = None,
+    batch: Annotated[int | None, shown("Sequences per step.", START.batch)] = None,
+    seed: Annotated[int | None, shown("Seed of weights and data.", START.seed)] = None,
+    sequence: Annotated[
+        int | None, shown("Bytes per sequence, a multiple of 16.", START.model.sequence)
+    ] = None,
+    hidden: Annotated[int | None, shown("Hidden size.", START.model.hidden)] = None,
+    layers: Annotated[int | None, shown("Blocks.", START.model.num_layers)] = None,
+    heads: Annotated[int | None, shown("Attention heads.", START.model.num_heads)] = None,
+    intermediate: Annotated[
+        int | None, shown("Width of an expert.", START.model.intermediate)
+    ] = None,
+    experts: Annotated[int | None, shown("Experts per layer.", START.model.num_experts)] = None,
+    shared: Annotated[
+        int | None, shown("Width of a shared expert.", START.model.shared_intermediate)
+    ] = None,
+    ffn: Annotated[str | None, shown("moe, dense or ordinary.", START.model.ffn)] = None,
+    arithmetic: Annotated[
+        str | None,
+        shown("exact: same bits everywhere; fast: BLAS, no promise.", START.model.arithmetic),
+    ] = None,
+    recompute: Annotated[
+        bool | None, typer.Option("--recompute", help="Save less, compute again in backward.")
+    ] = None,
     tensor_parallel: Annotated[
         bool | None, typer.Option("--tensor-parallel", help="Cut the dense FFN over ranks.")
     ] = None,
     router: Annotated[
-        str | None, typer.Option(help="topk, litter, expert_choice, balanced or replay.")
+        str | None,
+        shown("topk, litter, expert_choice, balanced or replay.", START.model.router.kind),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Slots per token.")] = None,
-    score: Annotated[str | None, typer.Option(help="softmax or sigmoid.")] = None,
-    groups: Annotated[int | None, typer.Option(help="Groups of experts (litters).")] = None,
-    keep_groups: Annotated[int | None, typer.Option(help="Groups open per token.")] = None,
-    aux: Annotated[float | None, typer.Option(help="Balance loss over experts.")] = None,
-    litter_aux: Annotated[float | None, typer.Option(help="Balance loss over litters.")] = None,
-    sequence_aux: Annotated[float | None, typer.Option(help="Balance inside sequences.")] = None,
-    z: Annotated[float | None, typer.Option(help="Router z-loss.")] = None,
-    bias_speed: Annotated[float | None, typer.Option(help="Choice-bias speed.")] = None,
-    capacity: Annotated[float | None, typer.Option(help="First capacity factor.")] = None,
-    drop: Annotated[str, typer.Option(help="canonical or score.")] = "canonical",
+    top_k: Annotated[
+        int | None, shown("Experts per token.", START.model.router.options.top_k)
+    ] = None,
+    score: Annotated[
+        str | None, shown("softmax or sigmoid.", START.model.router.options.score)
+    ] = None,
+    groups: Annotated[
+        int | None, shown("Groups of experts (litters).", START.model.router.options.num_groups)
+    ] = None,
+    keep_groups: Annotated[int | None, shown("Groups open per token.", "all")] = None,
+    aux: Annotated[
+        float | None, shown("Weight of the balance loss over experts.", START.balance.kitten)
+    ] = None,
+    litter_aux: Annotated[
+        float | None, shown("Weight of the balance loss over litters.", START.balance.litter)
+    ] = None,
+    sequence_aux: Annotated[
+        float | None, shown("Weight of the balance loss in sequences.", START.balance.sequence)
+    ] = None,
+    z: Annotated[float | None, shown("Weight of the router's z-loss.", START.balance.z)] = None,
+    bias_speed: Annotated[
+        float | None, shown("Step of the choice bias; 0: none.", START.balance.bias_speed)
+    ] = None,
+    capacity: Annotated[
+        float | None, shown("First capacity factor; beyond it routes are dropped.", "no limit")
+    ] = None,
+    drop: Annotated[
+        str | None, shown("With --capacity, what goes first: canonical or score.", "canonical")
+    ] = None,
     unlock: Annotated[
         str | None, typer.Option(help="start:share:every[:copy|fresh]; every 0: when flat.")
     ] = None,
-    raise_aux: Annotated[bool | None, typer.Option("--raise-aux", help="Action.")] = None,
-    rollback_after: Annotated[int | None, typer.Option(help="Action: steps of alarm.")] = None,
-    clip_outliers: Annotated[bool | None, typer.Option("--clip-outliers", help="Action.")] = None,
-    collapse: Annotated[str | None, typer.Option(help="Disturb: step:strength.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Shared file, steps.")] = None,
-    experts_every: Annotated[int | None, typer.Option(help="Expert files, steps.")] = None,
-    full_every: Annotated[int | None, typer.Option(help="Full checkpoints, steps.")] = None,
-    valid_every: Annotated[int | None, typer.Option(help="Validation, steps.")] = None,
+    raise_aux: Annotated[
+        bool | None,
+        typer.Option("--raise-aux", help="While the entropy alarm lasts, raise --aux threefold."),
+    ] = None,
+    rollback_after: Annotated[
+        int | None,
+        shown("Alarms in a row before going back to the last good checkpoint; 0: never.", 0),
+    ] = None,
+    clip_outliers: Annotated[
+        bool | None,
+        typer.Option("--clip-outliers", help="Scale an outlying expert's gradient down."),
+    ] = None,
+    collapse: Annotated[
+        str | None, typer.Option(help="Disturb the router on purpose: step:strength.")
+    ] = None,
+    rate: Annotated[float | None, shown("Learning rate.", START.optimizer.rate)] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        shown("Steps between files of the shared weights.", START.checkpoint.shared_every),
+    ] = None,
+    experts_every: Annotated[
+        int | None, shown("Steps between files of changed experts.", "as --checkpoint-every")
+    ] = None,
+    full_every: Annotated[
+        int | None,
+        shown("Steps between checkpoints with every file anew; 0: never.", 0),
+    ] = None,
+    valid_every: Annotated[
+        int | None, shown("Steps between validations; 0: never.", START.valid_every)
+    ] = None,
     save_routes: Annotated[Path | None, typer.Option(help="Write all routes (.npz).")] = None,
     replay: Annotated[Path | None, typer.Option(help="Read routes (.npz).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on stdout.")] = False,
 ) -> None:
     """Train a byte-level language model with mixture-of-experts layers, bit for bit repeatable."""
     chosen = dict(locals())
+    check_options(chosen)
     start = checkpoint or resume
-    built = build_config(chosen, read_config(config, run_dir if start else None))
-    data = load_text(text)
-    routes = None if replay is None else load_routes(replay)
-    if ranks is not None and under_mpiexec():
-        raise ValueError(f"ranks must not be given under mpiexec, got {ranks=}")
-    with progress(built, as_json) as show:
-        run_on_all_ranks(
-            ranks or 1,
-            lambda heap: train_on_rank(
-                built, heap, data, run_dir, start, stop_at, show, routes, save_routes
-            ),
-        )
+    base = read_config(config, run_dir if start else None)
+    with option_names(**OPTIONS):
+        built = build_config(chosen, base)
+        data = load_text(text)
+        routes = None if replay is None else load_routes(replay)
+        if not as_json and is_first():
+            print(header(built, data.source, ranks), flush=True)
+        with progress(built, as_json) as show:
+            records = run_on_all_ranks(
+                ranks or 1,
+                lambda heap: train_on_rank(
+                    built, heap, data, run_dir, start, stop_at, show, routes, save_routes
+                ),
+            )
+    if not records and run_dir is not None and is_first():
+        print(nothing_left(run_dir, built, stop_at), file=sys.stderr if as_json else sys.stdout)
+
+
+# arguments of the Python interface -> what was typed
+OPTIONS = {
+    "run_dir": "--run-dir",
+    "resume": "--resume",
+    "record_to": "--save-routes",
+    "num_heads": "--heads",
+    "num_layers": "--layers",
+    "num_experts": "--experts",
+    "hidden_size": "--hidden",
+    "intermediate_size": "--intermediate",
+    "shared_intermediate": "--shared",
+    "shared_intermediate_size": "--shared",
+    "tensor_parallel": "--tensor-parallel",
+    "top_k": "--top-k",
+    "kind": "--router",
+    "num_groups": "--groups",
+    "num_litters": "--groups",
+    "keep_groups": "--keep-groups",
+    "keep_litters": "--keep-groups",
+    "bias_speed": "--bias-speed",
+    "shared_every": "--checkpoint-every",
+    "experts_every": "--experts-every",
+    "full_every": "--full-every",
+    "rollback_after": "--rollback-after",
+}
+# option -> the option without which it would do nothing
+NEEDS = {
+    "resume": "run_dir",
+    "checkpoint": "run_dir",
+    "checkpoint_every": "run_dir",
+    "experts_every": "run_dir",
+    "full_every": "run_dir",
+    "rollback_after": "run_dir",
+    "drop": "capacity",
+}
+
+
+def check_options(chosen: dict[str, Any]) -> None:
+    """Refuse what would silently do nothing, and counts below their least.
+
+    Raises: ValueError in the words of the command line.
+    """
+    if chosen["ranks"] is not None and under_mpiexec():
+        raise ValueError(f"--ranks must not be given under mpiexec, got {chosen['ranks']}")
+    for option, other in NEEDS.items():
+        if chosen[option] and not chosen[other]:
+            raise ValueError(f"{dashed(option)} must go with {dashed(other)}, which is not given")
+    for option in ("ranks", "stop_at", "batch", "steps", "layers", "heads", "hidden"):
+        if chosen[option] is not None and chosen[option] < 1:
+            raise ValueError(f"{dashed(option)} must be at least 1, got {chosen[option]}")
+    if chosen["seed"] is not None and chosen["seed"] < 0:
+        raise ValueError(f"--seed must be >= 0, got {chosen['seed']}")
+
+
+def dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all: the only one, or rank 0 under mpiexec."""
+    if not under_mpiexec():
+        return True
+    from mpi4py import MPI
+
+    return bool(MPI.COMM_WORLD.Get_rank() == 0)
+
+
+def header(config: TrainConfig, source: str, ranks: int | None) -> str:
+    """What is about to run, and what the lines below it say."""
+    model = config.model
+    experts = "" if model.ffn == "dense" else f", {model.num_experts} experts per layer"
+    where = "MPI ranks" if under_mpiexec() else f"{ranks or 1} rank{'s' * ((ranks or 1) > 1)}"
+    return (
+        f"{model.ffn} model: {model.num_layers} layers, hidden {model.hidden}{experts}; {source}\n"
+        f"{config.steps} steps of {config.batch} x {model.sequence} bytes on {where}, "
+        f"{model.arithmetic} arithmetic\n"
+        "loss in nats per byte (its float32 bits); entropy of the experts' load over its maximum"
+    )
+
+
+def nothing_left(run_dir: Path, config: TrainConfig, stop_at: int | None) -> str:
+    """Why a resumed run did nothing."""
+    step = files.step_of(files.newest(run_dir / "checkpoints", "consistent") or "manifest-0.json")
+    limit = f"--steps {config.steps}"
+    if stop_at is not None and stop_at < config.steps:
+        limit = f"--stop-at {stop_at}"
+    return f"already at step {step}, {limit} asks for no more: nothing done"
 
 
 def run_on_all_ranks(ranks: int, function: Callable[[Any], Any]) -> Any:
-    """Virtual ranks, or this process's rank under mpiexec."""
+    """Virtual ranks (the result of rank 0), or this process's rank under mpiexec."""
     if not under_mpiexec():
-        return run_ranks(ranks, function)
+        return run_ranks(ranks, function)[0]
     from mok_ref.heap.mpi import MpiSharedHeap
 
     heap = MpiSharedHeap()
@@ -126,12 +288,12 @@ def read_config(path: Path | None, run_dir: Path | None) -> TrainConfig:
     if path is None and run_dir is not None:
         path = run_dir / "config.json"
     if path is None:
-        return TrainConfig()
+        return START
     try:
         values = json.loads(path.read_text())
         return TrainConfig.from_json(values.get("config", values))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"config must be the JSON of a run, got {path}: {error}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"--config must be the JSON of a run, got {path}: {error!r}") from error
 
 
 def given(chosen: dict[str, Any], **names: str) -> dict[str, Any]:
@@ -159,7 +321,9 @@ def build_config(chosen: dict[str, Any], base: TrainConfig) -> TrainConfig:
     capacity, unlock, collapse = base.capacity, base.unlock, base.collapse
     if chosen["capacity"] is not None:
         start = chosen["capacity"]
-        capacity = CapacityOptions(start, min(1.0, start), max(1.25, start), policy=chosen["drop"])
+        capacity = CapacityOptions(
+            start, min(1.0, start), max(1.25, start), policy=chosen["drop"] or "canonical"
+        )
     if chosen["unlock"] is not None:
         unlock = parse_unlock(chosen["unlock"])
     if chosen["collapse"] is not None:
@@ -214,7 +378,7 @@ def parse_unlock(value: str) -> UnlockOptions:
     """start:share:every[:copy|fresh]."""
     parts = value.split(":")
     if len(parts) not in (3, 4) or not all(p and set(p) <= set(DIGITS) for p in parts[:3]):
-        raise ValueError(f"unlock must be start:share:every[:copy|fresh], got {value!r}")
+        raise ValueError(f"--unlock must be start:share:every[:copy|fresh], got {value!r}")
     start, share, every = (int(p) for p in parts[:3])
     return UnlockOptions(start, share, every, init=parts[3] if len(parts) == 4 else "copy")
 
@@ -225,7 +389,7 @@ def parse_collapse(value: str) -> CollapseOptions:
         step, strength = value.split(":")
         return CollapseOptions(int(step), strength=float(strength))
     except ValueError as error:
-        raise ValueError(f"collapse must be step:strength, got {value!r}") from error
+        raise ValueError(f"--collapse must be step:strength, got {value!r}") from error
 
 
 # --------------------------------------------------------------------------- progress
@@ -239,12 +403,15 @@ def progress(config: TrainConfig, as_json: bool) -> Iterator[Callable[[dict[str,
         return
     if not sys.stdout.isatty():
         every = max(1, config.steps // 10)
+        first = True
 
         def line(record: dict[str, Any]) -> None:
             done = record["step"] + 1
-            worth = done % every == 0 or "valid_loss" in record or record["actions"]
+            nonlocal first  # the first step shows how long one takes
+            worth = first or done % every == 0 or "valid_loss" in record or record["actions"]
             if worth or done == config.steps:
                 print(one_line(record), flush=True)
+            first = False
 
         yield line
         return
@@ -263,6 +430,7 @@ def progress(config: TrainConfig, as_json: bool) -> Iterator[Callable[[dict[str,
 def one_line(record: dict[str, Any]) -> str:
     """A step in one line."""
     parts = [f"step {record['step'] + 1}", f"loss {record['loss']:.4f} ({record['loss_bits']})"]
+    parts.append(f"{record['seconds']:.2f} s")
     if "valid_loss" in record:
         parts.append(f"validation {record['valid_loss']:.4f}")
     if record.get("layers"):

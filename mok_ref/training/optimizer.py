@@ -38,7 +38,9 @@ class AdamWOptions:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if not (self.rate > 0 and self.epsilon > 0):
-            raise ValueError(f"rate and epsilon must be > 0, got {self.rate=}, {self.epsilon=}")
+            raise ValueError(
+                f"rate and epsilon must be > 0, got rate={self.rate!r}, epsilon={self.epsilon!r}"
+            )
 
 
 @dataclass

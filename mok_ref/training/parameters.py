@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class ModelConfig:
          "ordinary": a mixture whose sums have no fixed order (the comparison's baseline)
     recompute  keep only the residual stream of every block; the backward computes the rest again
     tensor_parallel  with ffn="dense": cut the SwiGLU over the ranks instead of its tokens
+    minibatch, macrobatch  rows of the layer's hand-overs and ring (None: its defaults); same bits
     """
 
     sequence: int = 64
@@ -44,19 +45,25 @@ class ModelConfig:
     arithmetic: str = "exact"
     recompute: bool = False
     tensor_parallel: bool = False
+    minibatch: int | None = None
+    macrobatch: int | None = None
 
     def __post_init__(self) -> None:
         if self.ffn not in FFNS:
-            raise ValueError(f"ffn must be one of {FFNS}, got {self.ffn=}")
+            raise ValueError(f"ffn must be one of {FFNS}, got ffn={self.ffn!r}")
         if self.sequence < 16 or self.sequence % 16:
-            raise ValueError(f"sequence must be a positive multiple of 16, got {self.sequence=}")
+            raise ValueError(
+                f"sequence must be a positive multiple of 16, got sequence={self.sequence!r}"
+            )
         if self.tensor_parallel and (self.ffn != "dense" or self.arithmetic == "float64"):
             raise ValueError(
-                f"tensor_parallel needs ffn='dense', got {self.ffn=}, {self.arithmetic=}"
+                f"tensor_parallel needs ffn='dense', got ffn={self.ffn!r}, "
+                f"arithmetic={self.arithmetic!r}"
             )
         if self.hidden % self.num_heads:
             raise ValueError(
-                f"hidden must be divisible by num_heads, got {self.hidden=}, {self.num_heads=}"
+                f"hidden must be divisible by num_heads, got hidden={self.hidden!r}, "
+                f"num_heads={self.num_heads!r}"
             )
         if self.router.litter is not None:
             self.router.litter.litter_size(self.num_experts)
@@ -76,6 +83,8 @@ class ModelConfig:
             shared_intermediate_size=self.shared_intermediate,
             placement=self.placement(ep_size),
             arithmetic=self.arithmetic,
+            minibatch=self.minibatch,
+            macrobatch=self.macrobatch,
         )
 
     def placement(self, ep_size: int) -> tuple[int, ...] | None:
@@ -95,11 +104,22 @@ class ModelConfig:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ModelConfig:
         values = dict(values)
+        check_keys("model", values, [f.name for f in fields(cls)])
         router = dict(values.pop("router"))
+        check_keys("model.router", router, [f.name for f in fields(RouterConfig)])
         litter = router.pop("litter")
         options = RoutingOptions(**router.pop("options"))
         chosen = None if litter is None else LitterOptions(**litter)
         return cls(router=RouterConfig(options=options, litter=chosen, **router), **values)
+
+
+def check_keys(where: str, values: dict[str, Any], known: list[str]) -> None:
+    """Raises: ValueError naming what is unknown, and everything that is known."""
+    extra = sorted(set(values) - set(known))
+    if extra:
+        raise ValueError(
+            f"{where} must have no other keys than {', '.join(known)}; got {', '.join(extra)}"
+        )
 
 
 def replicated_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,6 @@
 """What a training step exchanges between ranks, by one-sided writes, reads and barriers.
 
-Every helper writes this rank's part into its own symmetric buffer, waits, and reads its peers'.
+Every method writes this rank's part into its own symmetric buffer, waits, and reads its peers'.
 Integers are added (their sum has no order), floats are only concatenated in rank order or carried
 from rank to rank, so no result depends on the number of ranks.
 """

@@ -33,7 +33,7 @@ def report_run(run_dir: Path, as_json: bool = False) -> dict[str, Any]:
         raise ValueError(f"run_dir must hold at least one step, got none in {run_dir}")
     summary = summarize(about, records)
     try:
-        draw_run(run_dir / PICTURE, records)
+        draw_run(run_dir / PICTURE, records, about["config"]["monitor"]["entropy_share"])
         summary["picture"] = str(run_dir / PICTURE)
     except RuntimeError as error:  # no matplotlib: the tables are still there
         summary["picture"] = str(error)
@@ -138,8 +138,11 @@ def print_summary(summary: dict[str, Any]) -> None:
 # --------------------------------------------------------------------------- picture
 
 
-def draw_run(path: Path, records: list[dict[str, Any]]) -> None:
-    """Loss, entropy, load of each expert, and what the controls did, over the steps."""
+def draw_run(path: Path, records: list[dict[str, Any]], entropy_share: float = 0.6) -> None:
+    """Loss, entropy, load of each expert, and what the controls did, over the steps.
+
+    entropy_share  below this share of its maximum the entropy raised an alarm
+    """
     from mok_ref.plotting import import_pyplot, save
 
     pyplot = import_pyplot()
@@ -152,10 +155,12 @@ def draw_run(path: Path, records: list[dict[str, Any]]) -> None:
     steps = [r["step"] + 1 for r in records]
     draw_loss(panels[0], steps, records)
     if has_layers:
-        draw_entropy(panels[1], steps, records)
+        draw_entropy(panels[1], steps, records, entropy_share)
         draw_load(panels[2], steps, records)
         draw_controls(panels[3], steps, records)
     panels[-1].set_xlabel("step")
+    panels[-1].set_xlim(min(steps) - 0.5, max(steps) + 0.5)
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
     save(figure, path)
     pyplot.close(figure)
 
@@ -172,25 +177,37 @@ def draw_loss(axes: Any, steps: list[int], records: list[dict[str, Any]]) -> Non
     axes.legend(loc="upper right", fontsize=8)
 
 
-def draw_entropy(axes: Any, steps: list[int], records: list[dict[str, Any]]) -> None:
+def draw_entropy(
+    axes: Any, steps: list[int], records: list[dict[str, Any]], entropy_share: float
+) -> None:
     for layer in range(len(records[0]["layers"])):
         numbers = [r["layers"][layer] for r in records]
         axes.plot(steps, [n["entropy"] for n in numbers], linewidth=0.9, label=f"layer {layer}")
         if "litter_entropy" in numbers[0]:
             litter = [n["litter_entropy"] for n in numbers]
             axes.plot(steps, litter, linewidth=0.9, linestyle=":", label=f"layer {layer}, litters")
-    axes.axhline(0.6, color="tab:red", linewidth=0.6)
-    axes.set(title="Entropy of the load over its maximum (alarm below 0.6)", ylim=(0, 1.05))
+    axes.axhline(entropy_share, color="tab:red", linewidth=0.6)
+    title = f"How even the load is (red: alarm below {entropy_share:g})"
+    axes.set(title=title, ylabel="entropy / its maximum", ylim=(0, 1.05))
     axes.legend(loc="lower right", fontsize=8, ncols=4)
 
 
 def draw_load(axes: Any, steps: list[int], records: list[dict[str, Any]]) -> None:
-    """Share of the routes each expert of layer 0 gets, as a heat map."""
-    load = np.array([r["layers"][0]["load"] for r in records], float).T
+    """Share of the routes each expert of layer 0 gets, as a heat map: of a step that was run again
+    after a roll-back, the last time counts."""
+    last = dict(zip(steps, records))
+    first, columns = min(last), max(last) - min(last) + 1
+    load = np.full((len(records[0]["layers"][0]["load"]), columns), np.nan)
+    for step, record in last.items():
+        load[:, step - first] = record["layers"][0]["load"]
     share = load / np.maximum(load.sum(axis=0), 1)
-    extent = (steps[0] - 0.5, steps[-1] + 0.5, len(load) - 0.5, -0.5)
-    axes.imshow(share, aspect="auto", interpolation="none", cmap="viridis", extent=extent)
-    axes.set(title="Share of the routes, layer 0", ylabel="expert")
+    extent = (first - 0.5, max(last) + 0.5, len(load) - 0.5, -0.5)
+    image = axes.imshow(
+        share, aspect="auto", interpolation="none", cmap="viridis", extent=extent, vmin=0
+    )
+    axes.figure.colorbar(image, ax=axes, label="share of the routes", pad=0.01)
+    axes.set(title="Load of the experts of layer 0", ylabel="expert")
+    axes.yaxis.get_major_locator().set_params(integer=True)
 
 
 def draw_controls(axes: Any, steps: list[int], records: list[dict[str, Any]]) -> None:
@@ -208,5 +225,5 @@ def draw_controls(axes: Any, steps: list[int], records: list[dict[str, Any]]) ->
         top = max(values)
         if top > 0:
             axes.plot(steps, np.array(values) / top, linewidth=0.9, label=f"{name} (1 = {top:g})")
-    axes.set(title="Controls, each over its greatest value", ylim=(-0.02, 1.05))
+    axes.set(title="Controls", ylabel="value / its greatest", ylim=(-0.02, 1.05))
     axes.legend(loc="lower right", fontsize=8)

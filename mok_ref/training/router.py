@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,10 +51,11 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {self.kind=}")
+            raise ValueError(f"kind must be one of {KINDS}, got kind={self.kind!r}")
         if (self.kind == "litter") != (self.litter is not None):
             raise ValueError(
-                f"litter must be given exactly for kind='litter', got {self.kind=}, {self.litter=}"
+                f"litter must be given exactly for kind='litter', got kind={self.kind!r}, "
+                f"litter={self.litter!r}"
             )
 
     @property
@@ -176,10 +180,16 @@ def save_routes(path: Any, routes: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def load_routes(path: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Read what save_routes wrote; no pickle. Raises ValueError naming a missing key."""
-    with np.load(path, allow_pickle=False) as file:
-        try:
+    """Read what save_routes wrote; no pickle. Raises ValueError for a missing key or a cut file."""
+    whole = f"route file {path} must be a whole .npz, it is not"
+    Path(path).stat()  # a missing file says so
+    if not zipfile.is_zipfile(path):
+        raise ValueError(whole)
+    try:
+        with np.load(path, allow_pickle=False) as file:
             calls = range(int(file["num_calls"]))
             return [(file[f"ids_{c}"], file[f"weights_{c}"]) for c in calls]
-        except KeyError as error:
-            raise ValueError(f"route file {path} must have all calls, missing {error}") from error
+    except KeyError as error:
+        raise ValueError(f"route file {path} must have all calls, missing {error}") from error
+    except (zipfile.BadZipFile, EOFError, TypeError, zlib.error) as error:
+        raise ValueError(whole) from error

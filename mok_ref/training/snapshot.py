@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from mok_ref.training import checkpoint as files
 from mok_ref.training.capacity import CapacityState
 from mok_ref.training.monitors import MonitorState
 from mok_ref.training.parameters import PARTS, ExpertState
-from mok_ref.training.trainer import RunState, Trainer
+from mok_ref.training.trainer import RunState, TrainConfig, Trainer
 from mok_ref.training.unlocking import UnlockState
 
 SHA_BYTES = 32
@@ -146,7 +147,7 @@ class Snapshots:
         """Restore a checkpoint; collective. Every file is checked against the manifest.
 
         Raises: ValueError naming a missing, truncated or altered file, a manifest whose parts are
-        of different steps (unless allow_mixed), or one of another model or text.
+        of different steps (unless allow_mixed), or one of another model, seed, batch or text.
         """
         manifest = files.read_manifest(self.directory, name)
         self._check(name, manifest, allow_mixed)
@@ -174,12 +175,34 @@ class Snapshots:
                 f"checkpoint {name} must hold all parts of step {manifest['step']}, "
                 f"got shared parameters of step {manifest['shared']['step']} or older experts"
             )
-        if manifest["config"]["model"] != self.trainer.config.to_json()["model"]:
-            raise ValueError(f"checkpoint {name} must be of the same model, got another one")
+        other = differences(manifest["config"], self.trainer.config)
+        if other:
+            what, there, here = other[0]
+            raise ValueError(
+                f"checkpoint {name} must be of the same {what}, got {there} there, {here} here"
+            )
         if manifest["text_sha256"] != self.trainer.text.sha256:
             raise ValueError(
                 f"checkpoint {name} must be of the same text, got SHA-256 {manifest['text_sha256']}"
             )
+
+
+MAY_CHANGE = ("recompute", "minibatch", "macrobatch")  # of the model, on resume: same bits
+
+
+def differences(stored: dict[str, Any], config: TrainConfig) -> list[tuple[str, Any, Any]]:
+    """(field, stored, here) of everything a resumed run must keep and `config` has otherwise.
+
+    Rates, balance, actions and frequencies may be changed on the way.
+    """
+    here = json.loads(json.dumps(config.to_json()))  # tuples as a file has them
+    both = [(name, stored[name], here[name]) for name in ("seed", "batch")]
+    both += [
+        (f"model ({name})", stored["model"].get(name), value)
+        for name, value in here["model"].items()
+        if name not in MAY_CHANGE
+    ]
+    return [entry for entry in both if entry[1] != entry[2]]
 
 
 def expert_tensors(state: ExpertState, local: int) -> dict[str, np.ndarray]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,13 @@ from mok_ref.training.optimizer import (
     square_sum,
     square_sums,
 )
-from mok_ref.training.parameters import PARTS, ModelConfig, Parameters, initial_expert
+from mok_ref.training.parameters import (
+    PARTS,
+    ModelConfig,
+    Parameters,
+    check_keys,
+    initial_expert,
+)
 from mok_ref.training.router import save_routes
 from mok_ref.training.unlocking import (
     UnlockOptions,
@@ -83,7 +88,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch < 1:
             raise ValueError(
-                f"steps and batch must be at least 1, got {self.steps=}, {self.batch=}"
+                f"steps and batch must be at least 1, got steps={self.steps}, batch={self.batch}"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +96,7 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
-        kinds: dict[str, Callable[..., Any]] = {
+        kinds: dict[str, type[Any]] = {
             "optimizer": AdamWOptions,
             "balance": BalanceOptions,
             "capacity": CapacityOptions,
@@ -101,9 +106,15 @@ class TrainConfig:
             "checkpoint": CheckpointOptions,
             "collapse": CollapseOptions,
         }
+        known = [f.name for f in fields(cls)]
+        check_keys("config", values, known)
         out = {k: v for k, v in values.items() if k not in kinds and k != "model"}
         for name, kind in kinds.items():
-            out[name] = None if values[name] is None else kind(**values[name])
+            if values[name] is None:
+                out[name] = None
+                continue
+            check_keys(name, values[name], [f.name for f in fields(kind)])
+            out[name] = kind(**values[name])
         return cls(model=ModelConfig.from_json(values["model"]), **out)
 
 

@@ -37,10 +37,11 @@ class UnlockOptions:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.every < 0 or self.flat_after < 1:
             raise ValueError(
-                f"every must be >= 0 and flat_after >= 1, got {self.every=}, {self.flat_after=}"
+                f"every must be >= 0 and flat_after >= 1, got every={self.every!r}, "
+                f"flat_after={self.flat_after!r}"
             )
         if self.init not in STARTS:
-            raise ValueError(f"init must be one of {STARTS}, got {self.init=}")
+            raise ValueError(f"init must be one of {STARTS}, got init={self.init!r}")
 
 
 @dataclass
@@ -59,7 +60,9 @@ def start_unlocking(options: UnlockOptions | None, num_experts: int) -> UnlockSt
     if options is None:
         return UnlockState(num_experts)
     if options.start > num_experts:
-        raise ValueError(f"start must be at most num_experts, got {options.start=}, {num_experts=}")
+        raise ValueError(
+            f"start must be at most num_experts, got start={options.start!r}, {num_experts=}"
+        )
     return UnlockState(options.start)
 
 
