@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -54,6 +54,7 @@ OPTION_NAMES = OVERRIDES | {
     "shared_size": "shared",
     "swiglu_limit": "limit",
     "top_k": "top-k",
+    "seed": "seed",
 }
 DEFAULT = RandomCase()
 
@@ -172,7 +173,7 @@ def run(
         path=path,
         timeout_s=timeout,
     )
-    _check_outputs(output, save_input)
+    _check_outputs(input, output, save_input)
     plan = _prepare(input, sizes, settings)
     if save_input is not None and _is_root():
         save_case(save_input, plan.case)
@@ -181,10 +182,10 @@ def run(
         return
     if output is not None:
         write_npz(output, result.output_arrays())
-    _print_run(result, as_json)
-    if not as_json:
+    if not as_json:  # before the tables: their last line is the digest
         _say_written("case", save_input)
         _say_written("results", output)
+    _print_run(result, as_json)
 
 
 @app.command()
@@ -247,6 +248,7 @@ def schedule(
     seed: Seed = None,
 ) -> None:
     """Print who pulls which rows from whom; --plot draws it."""
+    from mok_ref.casefile import check_distinct
     from mok_ref.plotting import check_picture_path, draw_schedule
     from mok_ref.printing import print_schedule
     from mok_ref.runner import Settings, routes_of, traffic_of
@@ -255,6 +257,7 @@ def schedule(
     _refuse_mpiexec("schedule")
     if plot is not None:
         check_picture_path(plot)
+        check_distinct(**{"--input": input, "--plot": plot})
     if rows < 0:
         raise ValueError(f"rows must be >= 0, got {rows}")
     sizes = (tokens, None, None, experts, top_k, None, None, None, seed)
@@ -363,7 +366,7 @@ def bench(
     if repeats < 1:
         raise ValueError(f"repeats must be >= 1, got {repeats}")
     if output is not None:
-        _check_writable(output, ".json")
+        _check_writable(output, ".json", "--output")
     if device == "cpu":
         chosen = (sizes or "small,medium", ranks or "1,2,4")
         commands.bench_on_cpu(*chosen, directions, repeats, output, as_json)
@@ -492,18 +495,21 @@ def _placement(text: str | None) -> str | tuple[int, ...] | None:
     return tuple(int(part) for part in parts)
 
 
-def _check_outputs(*paths: Path | None) -> None:
-    for path in paths:
+def _check_outputs(input: Path | None, output: Path | None, save_input: Path | None) -> None:
+    from mok_ref.casefile import check_distinct
+
+    for name, path in (("--output", output), ("--save-input", save_input)):
         if path is not None:
-            _check_writable(path, ".npz")
+            _check_writable(path, ".npz", name)
+    check_distinct(**{"--input": input, "--output": output, "--save-input": save_input})
 
 
-def _check_writable(path: Path, suffix: str) -> None:
+def _check_writable(path: Path, suffix: str, name: str) -> None:
     from mok_ref.casefile import check_writable
 
     if path.suffix != suffix:
-        raise ValueError(f"output must end in {suffix}, got {path}")
-    check_writable(path)
+        raise ValueError(f"{name} must end in {suffix}, got {path}")
+    check_writable(path, name)
 
 
 def _say_written(what: str, path: Path | None) -> None:
@@ -578,17 +584,22 @@ def _register_more_commands() -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; see the module's text for the status."""
     global _job
+    _open_closed_streams()
     try:
         _job = start_job()
+        if not _is_root():  # whatever is printed, help included, is printed once
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         _register_more_commands()
         status = app(arguments, standalone_mode=False)
         if _job is not None:
             _job.close()
     except (typer.Exit, SystemExit) as done:
         status = getattr(done, "exit_code", getattr(done, "code", 0))
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
+        if isinstance(done.__context__, BrokenPipeError):
+            status = 0  # as below; tables are printed by a library that ends the program
+    except BrokenPipeError:
+        status = 0  # the reader of a pipe has seen enough
+        _give_up_stdout()
     except (KeyboardInterrupt, typer.Abort):
         _fail("error: interrupted", 130)
     except MemoryError as error:
@@ -597,15 +608,44 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _fail(f"error: {one_line(error)}")
     except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
-            if _is_root():
-                print(error.format_message())  # type: ignore[attr-defined]
+            print(error.format_message())  # type: ignore[attr-defined]
             sys.exit(0)
         if hasattr(error, "format_message"):  # a wrong option or argument
             _fail(f"error: {one_line(error.format_message())}")
         _fail(traceback.format_exc(), 1)  # a fault of this program
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _give_up_stdout()
+    except OSError as error:  # what was printed is lost: that is no success
+        _fail(f"error: standard output: {one_line(error)}")
     sys.exit(status if isinstance(status, int) else 0)
 
 
+def _open_closed_streams() -> None:
+    """Nowhere instead of streams that were closed before the start (`>&-`), so that no file which
+    is opened later takes their numbers and what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def _give_up_stdout() -> None:
+    """Nowhere instead of standard output, lest the interpreter's last flush speak, too."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str, status: int = 2) -> NoReturn:
+    _flush_before_error()
     end_with_error(_job, message, status)
+
+
+def _flush_before_error() -> None:
+    """What was printed before an error still comes out, where it can."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _give_up_stdout()

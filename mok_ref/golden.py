@@ -85,16 +85,18 @@ def _digest_fault(
     expected: dict[str, np.ndarray], result: RunResult, left_out: tuple[str, ...]
 ) -> str:
     """What is wrong with the stored digests of tensors that are as stored; empty if nothing."""
-    digests = {name: value for name, value in result.digests.items() if name not in left_out}
     if not left_out and "digest" in expected and str(expected["digest"]) != result.digest:
         return f"digest {result.digest} instead of {expected['digest']}"
     if "digests" not in expected:
         return ""
-    stored = dict(str(line).partition(" ")[::2] for line in expected["digests"])
-    if sorted(stored) != sorted(result.digests):
-        return f"digests of {', '.join(sorted(stored))} instead of {', '.join(result.digests)}"
-    wrong = next((name for name, value in digests.items() if stored[name] != value), None)
-    return f"digests: {wrong} {digests[wrong]} instead of {stored[wrong]}" if wrong else ""
+    stored, now = (
+        sorted(line for line in map(str, lines) if line.partition(" ")[0] not in left_out)
+        for lines in (expected["digests"], result.output_arrays()["digests"])
+    )
+    if stored == now:
+        return ""
+    differing = sorted(set(now) ^ set(stored)) or stored
+    return f"digests: the stored lines are not those of the tensors, first at {differing[0]!r}"
 
 
 def differing_by_definition(case: Case, plan: Plan) -> tuple[str, ...]:

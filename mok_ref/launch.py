@@ -56,8 +56,8 @@ def one_line(error: Any) -> str:
     """What an error says, in one line; with MOK_REF_DEBUG set its whole traceback."""
     if os.environ.get("MOK_REF_DEBUG") and isinstance(error, BaseException):
         return "".join(traceback.format_exception(error))
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -35,7 +35,7 @@ def check_picture_path(path: str | Path) -> None:
     """Raises: ValueError for a format that is not drawn or a folder that cannot be written to."""
     if Path(path).suffix not in FORMATS:
         raise ValueError(f"plot must end in {', '.join(FORMATS)}, got {path}")
-    check_writable(path)
+    check_writable(path, "plot")
 
 
 def save(figure: Any, path: str | Path) -> None:

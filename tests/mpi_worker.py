@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases import Case, assemble, make_case, rank_step, splits_of
+from cases import Case, Sizes, assemble, make_case, rank_step, splits_of
 from test_ranks import RANK_SIZES
 
 from mok_ref import HeapError, Workspace
+from mok_ref.heap import mpi
 from mok_ref.heap.mpi import MpiSharedHeap, import_mpi
+from mok_ref.heap.slabs import SLAB_BYTES
 from mok_ref.testing import digest
+
+
+TINY_SIZES = Sizes(num_tokens=5, hidden=16, inner=8, experts=4, top_k=2, shared=0)
 
 
 def run_layer(heap: Any, case: Case, splits: np.ndarray) -> dict[str, np.ndarray] | None:
@@ -74,6 +79,36 @@ def disagree(heap: Any) -> None:
     heap.alloc("buffer", (4 + heap.rank // 2, 3), np.float32)
 
 
+def forwards(heap: Any, steps: str) -> None:
+    """Forwards whose contexts nobody keeps."""
+    case = make_case(TINY_SIZES)
+    config, splits = case.config(heap.size), splits_of(len(case.x), heap.size)
+    for _ in range(int(steps)):
+        rank_step(heap, case, config, splits, backward=False)
+    if heap.rank == 0:
+        print("windows", len(heap._slabs), flush=True)
+
+
+def apart(heap: Any, what: str) -> None:
+    """Rank 1 does something else."""
+    if what == "phases":
+        heap.barrier(f"phase {heap.rank}")
+    if what == "long phases":
+        heap.barrier("é" * 300 + str(heap.rank))
+    if what == "names":
+        heap.alloc("é" * 60 + str(heap.rank), (4,), np.float32)
+    if what == "settings":
+        order = ("canonical", "round_robin")[heap.rank]
+        Workspace(make_case(TINY_SIZES).config(heap.size, row_order=order), heap, 5)
+
+
+def many_windows(heap: Any) -> None:
+    """One buffer per window, until the heap says that there are too many."""
+    mpi.MAX_WINDOWS = 3
+    for i in range(4):
+        heap.alloc(f"b{i}", (SLAB_BYTES - 1,), np.int8)
+
+
 def refuse(heap: Any) -> None:
     """A bad input on one rank only."""
     case = make_case(RANK_SIZES)
@@ -83,7 +118,10 @@ def refuse(heap: Any) -> None:
     rank_step(heap, case, *digests_of)
 
 
-STEPS = {f.__name__: f for f in (digests, late_start, die, disagree, refuse)}
+STEPS = {
+    f.__name__: f
+    for f in (digests, late_start, die, disagree, forwards, apart, many_windows, refuse)
+}
 
 
 def main() -> None:

@@ -90,7 +90,10 @@ def test_output_file_holds_every_tensor_and_its_digest(
 
 def test_forward_alone_writes_y(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out.npz"
-    assert mok_ref(capsys, "run", "--input", GOLDEN / "case1.npz", "--output", out)[0] == 0
+    run = ("run", "--input", GOLDEN / "case1.npz", "--output", out)
+    status, text, _ = mok_ref(capsys, *run)
+    lines = text.splitlines()
+    assert (status, lines[0]) == (0, f"results written to {out}") and lines[-1].startswith("digest")
     assert sorted(read_npz(out)) == ["digest", "digests", "y"]
     np.testing.assert_array_equal(read_npz(out)["y"], read_npz(GOLDEN / "out1.npz")["y"])
 
@@ -173,8 +176,8 @@ def test_a_random_case_can_be_saved_and_run_again(
         (("run", "--placement", "0,0,x"), "placement must be even or ranks like"),
         (("run", "--placement", "0,0"), "placement must name one owner rank per expert, got 2"),
         (("run", "--device", "tpu"), "device must be one of cpu, cuda, got 'tpu'"),
-        (("run", "--output", "absent/out.npz"), "output must lie in a folder"),
-        (("run", "--output", "out.txt"), "output must end in .npz, got out.txt"),
+        (("run", "--output", "absent/out.npz"), "--output must lie in a folder"),
+        (("run", "--output", "out.txt"), "--output must end in .npz, got out.txt"),
         (("run", "--input", GOLDEN / "case_forward_only.npz", "--backward"), "dy must be in the"),
         (("run", "--experts", 4, "--top-k", 5, "--router"), "--top-k must be at most"),
         (("run", "--hidden", 0), "--hidden must be >= 1, got 0"),
@@ -197,7 +200,7 @@ def test_a_random_case_can_be_saved_and_run_again(
         (("bench", "--device", "cuda", "--ranks", "1"), "ranks must be left out with device cuda"),
         (("bench", "--directions", "sideways"), "directions must be of forward, backward"),
         (("bench", "--repeats", 0), "repeats must be >= 1, got 0"),
-        (("bench", "--output", "x.foo"), "output must end in .json, got x.foo"),
+        (("bench", "--output", "x.foo"), "--output must end in .json, got x.foo"),
         (("bench", "--sizes", "8x8x8x4x2", "--ranks", "3"), "ranks must hold a divisor of the 4"),
         (("verify", "--ranks", "1,,2"), "ranks must look like 1,8,72"),
         (("schedule", "--plot", "x.gif"), "plot must end in .png, .svg, .pdf, got x.gif"),
@@ -418,6 +421,12 @@ def test_processes_give_the_digest_of_threads(
     expected = json.loads(mok_ref(capsys, *run, "--ranks", 1)[1])
     assert report["ranks"] == ranks and report["digest"] == expected["digest"]
     assert str(read_npz(out)["digest"]) == report["digest"]
+
+
+@pytest.mark.mpi
+def test_help_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    done = mpiexec(3, "-m", "mok_ref", "run", "--help")
+    assert done.returncode == 0 and done.stdout.count("Usage: ") == 1
 
 
 @pytest.mark.mpi

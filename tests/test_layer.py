@@ -350,3 +350,51 @@ def test_one_moved_row_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same({name: result[name]}, {name: expected[name]})
     with pytest.raises(AssertionError, match=r"dw_down: .* differ"):
         assert_same({"dw_down": result["dw_down"]}, {"dw_down": expected["dw_down"]})
+
+
+# --------------------------------------------------------------------------- float64
+
+
+def test_the_oracle_quantises_nothing() -> None:
+    """mxfp8 in float64 is bf16 in float64, in whatever dtype weights arrive."""
+    case = make_case(SIZES["mxfp8"], 19)
+    plain = run_case(case, 2, arithmetic="float64", dtype="bf16")
+    assert_same(run_case(case, 2, arithmetic="float64"), plain)
+    assert_same(run_case(case.widened(), 2, arithmetic="float64"), plain)
+    assert plain["dw_gate"].dtype == np.float64
+    assert (run_case(case, 2)["dw_gate"] != run_case(case, 2, dtype="bf16")["dw_gate"]).any()
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "float64"])
+def test_every_input_may_change_after_forward(arithmetic: str) -> None:
+    """x, ids, routing weights, experts and the shared expert: backward has copies of them all."""
+    case = make_case(SIZES["plain"], 20)
+    expected = run_case(case.widened() if arithmetic == "float64" else case, arithmetic=arithmetic)
+    mine = make_case(SIZES["plain"], 20)
+    mine = mine.widened() if arithmetic == "float64" else mine
+    config, heap = mine.config(1, arithmetic=arithmetic), single_heap()
+    inputs = (mine.x, mine.topk_ids, mine.topk_weights, mine.weights, mine.shared)
+    _, context = moe_forward(config, heap, *inputs)
+    for values in (mine.x, mine.topk_weights, *mine.weights, *mine.shared):
+        values[...] = 3
+    mine.topk_ids[...] = -1
+    grads = vars(moe_backward(context, mine.dy))
+    assert_same({name: grads[name] for name in expected if name != "y"}, without_y(expected))
+
+
+def without_y(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: value for name, value in tensors.items() if name != "y"}
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "fast", "float64"])
+def test_huge_values_warn_nowhere(arithmetic: str) -> None:
+    """Warnings are errors in these tests; overflow, Inf - Inf and NaN are results."""
+    case = make_case(SIZES["clamp"], 21)
+    case.x[3] = 1e38
+    case.weights.gate[0] = case.shared.gate[0] = -1e38
+    case = case.widened() if arithmetic == "float64" else case
+    if arithmetic == "float64":
+        case.x[4] = 1e300
+        case.weights.up[1] = 1e300
+    result = run_case(case, 2, arithmetic=arithmetic)
+    assert not np.isfinite(as_values(result["dx"])).all()

@@ -190,3 +190,40 @@ def test_no_warning_on_signaling_nan() -> None:
     assert np.isnan(numerics.add(values, values)).all()
     assert np.isnan(numerics.mul(values, numerics.sigmoid(values))).all()
     assert (numerics.fma(values, values, values) != 0).all()
+
+
+def test_no_warning_on_huge_values() -> None:
+    """Overflow and Inf - Inf are results here, in the oracle's arithmetic as in the contract's."""
+    for dtype in (np.float32, np.float64):
+        huge = np.array([-np.inf, -1e38, 1e38, np.inf, np.nan], dtype)
+        for function in (numerics.exp, numerics.sigmoid):
+            assert function(huge).shape == (5,)
+        for function in (numerics.mul, numerics.add, numerics.sub, numerics.div):
+            assert function(huge, huge[::-1]).shape == (5,)
+        numerics.fma(huge * dtype(1), huge, huge[::-1])
+        with numerics.fast_exp():
+            numerics.exp(huge)
+    wide = np.array([1e300, -1e300])
+    assert numerics.fma(wide, wide, wide)[0] == np.inf
+    assert numerics.exp(wide)[0] == np.inf
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.zeros(2, np.float16),
+        np.zeros(2, np.int16),
+        np.zeros(2, ">u2"),
+        np.zeros(2, ">f4"),
+        np.zeros(2, np.uint32),
+        np.zeros(2, bool),
+        np.zeros(2, ml_dtypes.float8_e4m3fn),
+        [1.0, 2.0],
+        None,
+    ],
+    ids=lambda values: str(getattr(values, "dtype", type(values).__name__)),
+)
+def test_values_of_other_dtypes_are_refused(values: object) -> None:
+    """None of these is read as bf16 bits."""
+    with pytest.raises(ValueError, match=r"^values must be an array of bfloat16, uint16 \(bf16 bits"):
+        numerics.as_values(values)

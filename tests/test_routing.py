@@ -297,3 +297,100 @@ def test_routes_are_distinct_open_and_ordered(
     alone, alone_w, _ = route_forward(logits[3:4], options)
     np.testing.assert_array_equal(alone, ids[3:4])
     np.testing.assert_array_equal(alone_w.view(np.uint32), weights[3:4].view(np.uint32))
+
+
+# --------------------------------------------------------------------------- signs of zero
+
+
+@pytest.mark.parametrize("score", routing.SCORES)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("scale", [-1.0, -2.5, -0.0])
+def test_zeros_of_no_route_are_positive(score: str, renormalize: bool, scale: float) -> None:
+    """Every +0 of R2, R3 and R7 to R11, where a product with a negative number would give -0."""
+    logits = make_logits(10, 40, 8, closed=0.7)
+    logits[0] = -INF
+    logits[1, 1:] = -INF
+    options = RoutingOptions(4, score, renormalize=renormalize, scale=scale)
+    ids, weights, saved = route_forward(logits, options)
+    empty, closed = ids < 0, logits == -INF
+    assert empty[0].all() and empty[1].sum() == 3
+    bits = {
+        "score": saved.scores.view(np.uint32)[closed],
+        "weight": weights.view(np.uint32)[empty],
+        "ratio": saved.ratio.view(np.uint32)[empty],
+        "total": saved.total.view(np.uint32)[empty.all(axis=1)],
+    }
+    for d in (np.float32(-3), np.float32(3)):
+        d_weights = np.full(ids.shape, d)
+        d_chosen = routing.route_weights_backward(saved, d_weights)
+        for balance in (None, np.full(logits.shape, -d)):
+            d_logits = route_backward(saved, d_weights, balance)
+            bits[f"d_logit {d} {balance is None}"] = d_logits.view(np.uint32)[closed]
+        bits[f"d_chosen {d}"] = d_chosen.view(np.uint32)[empty]
+    assert all(len(found) for found in bits.values())
+    assert {name for name, found in bits.items() if found.any()} == set()
+
+
+def test_zero_total_has_positive_zeros() -> None:
+    """R8 and R10 where the chosen scores sum to 0: ratio and gradient of its routes are +0."""
+    options = RoutingOptions(2, renormalize=True, scale=-3.0)
+    scores, ids = np.zeros((1, 4), np.float32), np.array([[0, -1]], np.int32)
+    weights, ratio, total = routing.route_weights(scores, ids, options)
+    saved = routing.RoutingSaved(options, scores, np.ones((1, 4), bool), ids, ratio, total)
+    d_chosen = routing.route_weights_backward(saved, np.full((1, 2), 5, np.float32))
+    assert weights[0, 1].view(np.uint32) == 0
+    assert not ratio.view(np.uint32).any() and not d_chosen.view(np.uint32).any()
+
+
+# --------------------------------------------------------------------------- types
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (dict(top_k=True), "top_k must be an integer >= 1, got True"),
+        (dict(top_k=2.0), "top_k must be an integer >= 1, got 2.0"),
+        (dict(top_k=1, num_groups=2.0), "num_groups must be an integer >= 1, got 2.0"),
+        (dict(top_k=1, keep_groups=1.0), r"keep_groups must be an integer in 1\.\.num_groups, got"),
+        (dict(top_k=1, score=1), "score must be one of softmax, sigmoid, got 1"),
+        (dict(top_k=1, scale=True), "scale must be a finite float32, got True"),
+        (dict(top_k=1, scale="2"), "scale must be a finite float32, got '2'"),
+        (dict(top_k=1, scale=1j), "scale must be a finite float32, got 1j"),
+        (dict(top_k=1, scale=np.nan), "scale must be a finite float32, got nan"),
+        (dict(top_k=1, scale=10**400), "scale must be a finite float32, got 1000"),
+        (dict(top_k=1, renormalize="no"), "renormalize must be True or False, got 'no'"),
+        (dict(top_k=1, renormalize=1), "renormalize must be True or False, got 1"),
+        (dict(top_k=1, choice_bias=[0.0]), "choice_bias must be float32 or float64, got list"),
+        (dict(top_k=1, choice_bias=np.zeros(4, int)), "choice_bias must be float32 or float64, got"),
+        (dict(top_k=1, choice_bias=np.full(4, 1e300)), "choice_bias must be finite as float32"),
+    ],
+)
+def test_option_types_are_refused(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        RoutingOptions(**kwargs)
+
+
+def test_numpy_numbers_are_options() -> None:
+    options = RoutingOptions(np.int8(2), scale=np.float32(2.5), renormalize=np.True_)
+    assert (type(options.top_k), type(options.scale)) == (int, float)
+    bias = np.array([0.1, 0, 0, 0])  # rounded to float32, whatever the scores are
+    for dtype in (np.float32, np.float64):
+        choice = routing.choice_of(np.zeros((1, 4), dtype), RoutingOptions(1, choice_bias=bias))
+        assert choice[0, 0] == np.float32(0.1)
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        np.zeros((2, 4), np.float16),
+        np.zeros((2, 4), np.int32),
+        np.zeros((2, 4), ">f4"),
+        np.zeros((2, 4), np.uint16),
+        [[0.0] * 4],
+        None,
+    ],
+    ids=["float16", "int32", "big-endian", "bits", "list", "None"],
+)
+def test_logits_are_float32(logits: object) -> None:
+    with pytest.raises(ValueError, match=r"^logits must be float32 \(float64 for the oracle\), got"):
+        route_forward(logits, RoutingOptions(1))

@@ -291,3 +291,25 @@ def test_operands_that_are_not_bf16_are_refused() -> None:
         tc(good, bad)
     bad[1, 4] = np.array(0x7F800001, np.uint32).view(np.float32)
     assert np.isnan(tc(bad, good)[1]).all() and (tc(bad, good)[0] == 8).all()
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "fast", "float64"])
+def test_the_accumulator_is_float32(arithmetic: str) -> None:
+    """float64 for the oracle too; other dtypes are not converted, lists are no arrays."""
+    a = np.zeros((2, 16), np.uint16)
+    tc(a, a, np.ones((2, 2), np.float32), arithmetic)
+    wide = np.ones((2, 2))
+    if arithmetic == "float64":
+        assert tc(a, a, wide, arithmetic).dtype == np.float64
+    refused = [wide.astype(np.uint16), wide.astype(int), wide.astype(np.float16), wide.tolist()]
+    for c in refused + [wide] * (arithmetic != "float64"):
+        with pytest.raises(ValueError, match=r"^c must be float32( or float64)?, got "):
+            tc(a, a, c, arithmetic)
+
+
+def test_no_warning_on_huge_operands() -> None:
+    huge = np.full((2, 16), 0x7F7F, np.uint16)
+    for arithmetic in ("exact", "fast", "float64"):
+        assert tc(huge, huge, None, arithmetic).shape == (2, 2)
+    wide = np.array([[1e300, -1e300, np.inf]])
+    assert np.isnan(tc(wide, wide[:, ::-1], None, "float64")).all()

@@ -645,6 +645,30 @@ def test_unknown_keys_of_a_config_are_named_with_the_known_ones(tmp_path, capsys
         assert status == 2 and "colour" in err and (place is values or known in err)
 
 
+def test_the_picture_names_its_axes_and_survives_a_roll_back(tmp_path, monkeypatch) -> None:
+    """Every axis has a name; of a step run twice the heat map shows the second time."""
+    pytest.importorskip("matplotlib")
+    import mok_ref.plotting
+    from mok_ref.training.report import draw_run
+
+    figures = []
+    monkeypatch.setattr(mok_ref.plotting, "save", lambda figure, path: figures.append(figure))
+    steps, loads = [0, 1, 2, 1, 2], [[4, 0], [4, 0], [4, 0], [1, 3], [2, 2]]
+    records = [
+        {
+            "step": step, "loss": 1.0, "alarms": [], "actions": [], "aux_coefficient": 0.1,
+            "num_open": 2, "layers": [{"entropy": 0.5, "overflow": 0.0, "load": load}],
+        }
+        for step, load in zip(steps, loads)
+    ]  # fmt: skip
+    draw_run(tmp_path / "report.png", records, entropy_share=0.25)
+    loss, entropy, heat, controls, scale = figures[0].axes
+    assert all(axes.get_ylabel() for axes in (loss, entropy, heat, controls, scale))
+    assert controls.get_xlabel() == "step" and "0.25" in entropy.get_title()
+    assert heat.images[0].get_array().tolist() == [[1.0, 0.25, 0.5], [0.0, 0.75, 0.5]]
+    assert all(tick == int(tick) for tick in controls.get_xticks())
+
+
 def test_help_shows_every_default(capsys) -> None:
     status, out, _ = command(capsys, "--help")
     assert status == 0

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from cases import SIZES, make_case, run_case
 
-from mok_ref import ExpertWeights, Gradients, MoEConfig, Workspace, moe_backward, moe_forward
+from mok_ref import (
+    ExpertWeights,
+    Gradients,
+    HeapError,
+    MoEConfig,
+    Workspace,
+    moe_backward,
+    moe_forward,
+)
 from mok_ref.heap import LocalWorld
 from mok_ref.testing import random_bf16
 
@@ -37,6 +45,11 @@ GOOD = dict(hidden_size=48, intermediate_size=24, num_experts=6, top_k=3)
         (dict(swiglu_limit=np.nan), "swiglu_limit must be a finite float32 > 0, got nan"),
         (dict(swiglu_limit=1e39), r"swiglu_limit must be a finite float32 > 0, got 1e\+39"),
         (dict(swiglu_limit=1e-60), "swiglu_limit must be a finite float32 > 0, got 1e-60"),
+        (dict(swiglu_limit=True), "swiglu_limit must be a finite float32 > 0, got True"),
+        (dict(swiglu_limit=1 + 0j), r"swiglu_limit must be a finite float32 > 0, got \(1\+0j\)"),
+        (dict(swiglu_limit=np.complex64(1)), "swiglu_limit must be a finite float32 > 0, got .*"),
+        (dict(swiglu_limit=10**400), r"swiglu_limit must be a finite float32 > 0, got 10*\.\.\."),
+        (dict(row_order=np.array(["canonical"] * 2)), "row_order must be one of .*"),
         (dict(row_order="sorted"), "row_order must be one of canonical, round_robin, got 'sorted'"),
         (dict(dtype="fp8"), "dtype must be one of bf16, mxfp8, got 'fp8'"),
         (dict(scale_rule="max"), "scale_rule must be one of fit, ocp, got 'max'"),
@@ -59,6 +72,11 @@ GOOD = dict(hidden_size=48, intermediate_size=24, num_experts=6, top_k=3)
             dict(ep_size=2, placement=(0, 1, -1, 0, 1, 1)),
             r"placement must hold ranks in 0\.\.1, got -1",
         ),
+        (dict(placement=[0.7] * 6), "placement must hold integers, got 0.7"),
+        (dict(placement=[False] * 6), "placement must hold integers, got False"),
+        (dict(placement="000000"), "placement must be a sequence of owner ranks or None, got .*"),
+        (dict(placement=5), "placement must be a sequence of owner ranks or None, got 5"),
+        (dict(placement=np.zeros((6, 1), int)), "placement must be a sequence of owner ranks .*"),
         (dict(macrobatch=100), "macrobatch must be a positive multiple of 128, got 100"),
         (dict(minibatch=0), "minibatch must be a positive multiple of 128, got 0"),
         (
@@ -177,6 +195,13 @@ def with_weight(position: int, value: Any, expert_weights: ExpertWeights) -> Exp
             dict(shared=with_weight(0, random_bf16(RNG, (24, 48)), CASE.shared)),
             r"shared.gate must have shape \(40, 48\), got \(24, 48\)",
         ),
+        (dict(weights=None), "weights must be ExpertWeights, got NoneType"),
+        (dict(weights=tuple(CASE.weights)), "weights must be ExpertWeights, got tuple"),
+        (dict(shared=tuple(CASE.shared)), "shared must be ExpertWeights, got tuple"),
+        (dict(workspace="a"), "workspace must be a Workspace, got str"),
+        (dict(config=None), "config must be an MoEConfig, got NoneType"),
+        (dict(heap=None), "heap must be a symmetric heap, got NoneType"),
+        (dict(save=["all"]), r"save must be one of all, ring, none, got \['all'\]"),
         (dict(save="some"), "save must be one of all, ring, none, got 'some'"),
         (dict(config=CASE.config(2)), "ep_size must be the heap's size 1, got 2"),
     ],
@@ -209,6 +234,42 @@ def test_workspace() -> None:
         Workspace(CASE.config(1), heap, -1)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((2.5,), "max_tokens must be an integer >= 0, got 2.5"),
+        (("a",), "max_tokens must be an integer >= 0, got 'a'"),
+        ((None,), "max_tokens must be an integer >= 0, got None"),
+        ((4, -5), "max_saved_rows must be an integer >= 0 or None, got -5"),
+        ((4, "a"), "max_saved_rows must be an integer >= 0 or None, got 'a'"),
+        ((4, 1.5), "max_saved_rows must be an integer >= 0 or None, got 1.5"),
+    ],
+)
+def test_sizes_of_a_workspace(sizes: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Workspace(CASE.config(1), LocalWorld(1).heap(0), *sizes)
+
+
+def test_closed_workspaces_heaps_and_contexts() -> None:
+    for close_heap in (False, True):
+        heap = LocalWorld(1).heap(0)
+        workspace = Workspace(CASE.config(1), heap, 37)
+        _, context = call(heap=heap, workspace=workspace)
+        heap.close() if close_heap else workspace.close()
+        workspace.close()
+        expected: tuple[type[Exception], str] = (ValueError, "workspace must be open, got one that")
+        if close_heap:
+            expected = (HeapError, "the heap of rank 0 is closed")
+        with pytest.raises(expected[0], match=expected[1]):
+            call(heap=heap, workspace=workspace)
+        with pytest.raises(RuntimeError, match="context is stale: its workspace or heap was closed"):
+            moe_backward(context, CASE.dy)
+    _, context = call()
+    context.close()
+    with pytest.raises(RuntimeError, match="^context was closed; run moe_forward again$"):
+        moe_backward(context, CASE.dy)
+
+
 def test_nothing_is_written_before_the_check() -> None:
     """A refused call leaves the workspace and earlier contexts as they were."""
     heap = LocalWorld(1).heap(0)
@@ -236,6 +297,17 @@ def test_backward(dy: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         moe_backward(context, dy)
     moe_backward(context, CASE.dy)  # a refused call does not use the context up
+
+
+def test_backward_takes_a_context_and_a_function() -> None:
+    for context in (None, "context", CASE):
+        with pytest.raises(ValueError, match="^context must be the one that moe_forward returned, got"):
+            moe_backward(context, CASE.dy)
+    _, context = call()
+    with pytest.raises(ValueError, match="^router_share must be a function or None, got int$"):
+        moe_backward(context, CASE.dy, router_share=7)
+    with pytest.raises(ValueError, match="^dy must be bfloat16 or uint16, got NoneType$"):
+        moe_backward(context, None)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 
 from mok_ref.heap.cuda_device import DEFAULT_TIMEOUT_S, import_cupy, storage_dtype
 from mok_ref.heap.cuda_ipc import CudaIpcHeap
-from mok_ref.heap.protocol import HeapError
+from mok_ref.heap.protocol import HeapError, check_timeout
 from mok_ref.install import install_hint
 
 
@@ -35,6 +35,7 @@ class NvshmemHeap(CudaIpcHeap):
     def __init__(
         self, comm: Any = None, device: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
+        check_timeout(timeout_s)
         self._nvshmem = import_nvshmem()
         self._arrays: dict[str, list[Any]] = {}
         self._initialised = False

@@ -20,9 +20,9 @@ class VirtualCudaWorld:
     def __init__(self, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, device: int = 0) -> None:
         if size < 1:
             raise ValueError(f"ranks must be >= 1, got {size=}")
+        self.timeout_s = check_timeout(timeout_s)
         cupy = import_cupy()
         self.size = size
-        self.timeout_s = check_timeout(timeout_s)
         self.device_index = device
         self.arrival = threading.Barrier(size)
         self.progress: list[tuple[int, str]] = [(0, "the start")] * size  # (epoch, phase) by rank

@@ -122,7 +122,8 @@ def parse_hardware(text: str, where: str) -> Hardware:
     missing += [key for key in FIGURES if key not in figures]
     extra = [*(set(table) - {*TEXT_FIELDS, *COUNT_FIELDS}), *(set(figures) - set(FIGURES))]
     require(not missing, f"{where}: missing {', '.join(missing)}")
-    require(not extra, f"{where}: unknown {', '.join(sorted(extra))}")
+    known = ", ".join((*TEXT_FIELDS, *COUNT_FIELDS, *FIGURES))
+    require(not extra, f"{where}: unknown {', '.join(sorted(extra))}; known are {known}")
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for key in FIGURES:

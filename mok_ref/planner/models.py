@@ -167,7 +167,8 @@ def model_from_table(table: Mapping[str, Any], where: str) -> ModelDescription:
 def refuse_unknown(values: Mapping[str, Any], kind: type, where: str) -> None:
     allowed = {f.name for f in fields(kind)}
     unknown = sorted(set(values) - allowed)
-    require(not unknown, f"{where}: unknown {', '.join(unknown)}")
+    known = ", ".join(sorted(allowed))
+    require(not unknown, f"{where}: unknown {', '.join(unknown)}; known are {known}")
 
 
 def load_model(model: str | Path | Mapping[str, Any] | ModelDescription) -> ModelDescription:

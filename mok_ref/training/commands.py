@@ -246,11 +246,20 @@ def is_first() -> bool:
     return bool(MPI.COMM_WORLD.Get_rank() == 0)
 
 
+def num_processes() -> int:
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.Get_size())
+
+
 def header(config: TrainConfig, source: str, ranks: int | None) -> str:
     """What is about to run, and what the lines below it say."""
     model = config.model
     experts = "" if model.ffn == "dense" else f", {model.num_experts} experts per layer"
-    where = "MPI ranks" if under_mpiexec() else f"{ranks or 1} rank{'s' * ((ranks or 1) > 1)}"
+    size = num_processes() if under_mpiexec() else ranks or 1
+    where = (
+        f"{size} {'processes' if under_mpiexec() else 'virtual ranks'}" if size > 1 else "1 rank"
+    )
     return (
         f"{model.ffn} model: {model.num_layers} layers, hidden {model.hidden}{experts}; {source}\n"
         f"{config.steps} steps of {config.batch} x {model.sequence} bytes on {where}, "
