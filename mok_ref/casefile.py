@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import stat
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -509,15 +510,15 @@ def check_writable(path: str | Path, name: str = "output") -> None:
     Raises: ValueError.
     """
     path = Path(path)
-    if path.is_dir() or not path.name:
+    try:
+        is_folder = not path.name or stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        is_folder = False
+    except OSError as error:  # a name that is too long, for one
+        raise ValueError(f"{name} must be a file name, got {path}: {error.strerror}") from error
+    if is_folder:
         raise ValueError(f"{name} must be a file name, got the directory {path}")
     temporary = _temporary(path)
-    try:
-        path.stat()
-    except FileNotFoundError:
-        pass  # as it should be; a name that is too long ends here
-    except OSError as error:
-        raise ValueError(f"{name} must be a file name, got {path}: {error.strerror}") from error
     try:
         with open(temporary, "xb"):
             temporary.unlink()

@@ -10,11 +10,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -22,6 +20,7 @@ import typer
 
 from mok_ref.heap.protocol import HeapError
 from mok_ref.launch import MpiJob, end_with_error, one_line, start_job
+from mok_ref.option_names import option_names
 from mok_ref.runner import RandomCase
 
 if TYPE_CHECKING:
@@ -45,16 +44,16 @@ MORE_COMMANDS = ("mok_ref.training.commands", "mok_ref.planner.commands")
 USER_ERRORS = (ValueError, OSError, HeapError, RuntimeError)
 # Names of the configuration, as options of the command line: those that override a case, and those
 # that make a random one.
-OVERRIDES = {"row_order": "order", "scale_rule": "scale-rule", "ep_size": "ranks"}
+OVERRIDES = {"row_order": "--order", "scale_rule": "--scale-rule", "ep_size": "--ranks"}
 OPTION_NAMES = OVERRIDES | {
-    "num_tokens": "tokens",
-    "hidden_size": "hidden",
-    "intermediate_size": "intermediate",
-    "num_experts": "experts",
-    "shared_size": "shared",
-    "swiglu_limit": "limit",
-    "top_k": "top-k",
-    "seed": "seed",
+    "num_tokens": "--tokens",
+    "hidden_size": "--hidden",
+    "intermediate_size": "--intermediate",
+    "num_experts": "--experts",
+    "shared_size": "--shared",
+    "swiglu_limit": "--limit",
+    "top_k": "--top-k",
+    "seed": "--seed",
 }
 DEFAULT = RandomCase()
 
@@ -456,19 +455,8 @@ def _prepare(path: Path | None, sizes: tuple[Any, ...], settings: Settings) -> P
 
     check_settings(settings)
     case = _read_or_make(path, sizes)
-    with _in_option_words(OPTION_NAMES if path is None else OVERRIDES):
+    with option_names(**(OPTION_NAMES if path is None else OVERRIDES)):
         return make_plan(case, settings, None if _job is None else _job.size)
-
-
-@contextmanager
-def _in_option_words(names: dict[str, str]) -> Iterator[None]:
-    """Turn an error about a configuration's field into one about the option that sets it."""
-    try:
-        yield
-    except ValueError as error:
-        pattern = rf"\b({'|'.join(names)})\b"
-        text = re.sub(pattern, lambda match: f"--{names[match[0]]}", str(error))
-        raise ValueError(text) from error
 
 
 def _read_or_make(path: Path | None, sizes: tuple[Any, ...]) -> Case:
@@ -478,11 +466,11 @@ def _read_or_make(path: Path | None, sizes: tuple[Any, ...]) -> Case:
     names = [field.name for field in fields(RandomCase)]
     given = {name: value for name, value in zip(names, sizes, strict=True) if value is not None}
     if path is None:
-        with _in_option_words(OPTION_NAMES):
+        with option_names(**OPTION_NAMES):
             return RandomCase(**given).make()
     if given:
-        option = OPTION_NAMES.get(next(iter(given)), next(iter(given)))
-        raise ValueError(f"--{option} must not be given together with --input {path}")
+        option = OPTION_NAMES.get(next(iter(given)), f"--{next(iter(given))}")
+        raise ValueError(f"{option} must not be given together with --input {path}")
     return _load(path)
 
 

@@ -33,6 +33,15 @@ def is_real(value: object) -> bool:
     return is_int(value) or isinstance(value, (float, np.floating))
 
 
+def shown(value: object) -> str:
+    """A value in one line of an error message, however large it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an integer of more digits than Python writes
+        text = f"an {type(value).__name__} of too many digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def float32_of(value: Any) -> float:
     """A real number rounded to float32, overflow to infinity, without a warning."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -50,8 +59,8 @@ def check_swiglu_limit(value: Any) -> float | None:
     if value is None:
         return None
     limit = float32_of(value) if is_real(value) else 0.0
-    shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:40]}..."
-    _require(0 < limit < float("inf"), f"swiglu_limit must be a finite float32 > 0, got {shown}")
+    message = f"swiglu_limit must be a finite float32 > 0, got {shown(value)}"
+    _require(0 < limit < float("inf"), message)
     return limit
 
 
@@ -100,13 +109,13 @@ class MoEConfig:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "ep_size"):
             value = getattr(self, name)
             _require(
-                is_int(value) and value >= 1, f"{name} must be an integer >= 1, got {value!r}"
+                is_int(value) and value >= 1, f"{name} must be an integer >= 1, got {shown(value)}"
             )
             object.__setattr__(self, name, int(value))  # NumPy integers would wrap
         shared = self.shared_intermediate_size
         _require(
             is_int(shared) and shared >= 0,
-            f"shared_intermediate_size must be an integer >= 0, got {shared!r}",
+            f"shared_intermediate_size must be an integer >= 0, got {shown(shared)}",
         )
         object.__setattr__(self, "shared_intermediate_size", int(shared))
         object.__setattr__(self, "swiglu_limit", check_swiglu_limit(self.swiglu_limit))
@@ -122,7 +131,7 @@ class MoEConfig:
         for name, allowed in choices.items():
             value = getattr(self, name)
             known = isinstance(value, str) and value in allowed
-            _require(known, f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+            _require(known, f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
             object.__setattr__(self, name, str(value))  # not NumPy's text, whose repr differs
 
     def _check_placement(self) -> None:
@@ -136,10 +145,10 @@ class MoEConfig:
         given = self.placement
         _require(
             isinstance(given, (tuple, list)) or (isinstance(given, np.ndarray) and given.ndim == 1),
-            f"placement must be a sequence of owner ranks or None, got {given!r}",
+            f"placement must be a sequence of owner ranks or None, got {shown(given)}",
         )
         odd = [owner for owner in given if not is_int(owner)]
-        _require(not odd, f"placement must hold integers, got {odd[0] if odd else None!r}")
+        _require(not odd, f"placement must hold integers, got {shown(odd[0]) if odd else None}")
         owners = tuple(int(owner) for owner in given)
         _require(
             len(owners) == self.num_experts,
@@ -158,7 +167,7 @@ class MoEConfig:
             value = getattr(self, name)
             _require(
                 value is None or (is_int(value) and value >= 1 and value % ROW_TILE == 0),
-                f"{name} must be a positive multiple of {ROW_TILE}, got {value!r}",
+                f"{name} must be a positive multiple of {ROW_TILE}, got {shown(value)}",
             )
             object.__setattr__(self, name, None if value is None else int(value))
         if self.macrobatch is not None and self.minibatch is not None:

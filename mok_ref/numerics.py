@@ -123,10 +123,11 @@ def as_values(array: Array) -> Array:
     Raises: ValueError for anything else, whose bits would be read as what they are not.
     """
     dtype = getattr(array, "dtype", None)
-    if dtype in _REAL_DTYPES:
-        return array
-    if dtype in _BF16_DTYPES:
-        return bits_to_bf16(array)
+    if isinstance(dtype, np.dtype):  # NumPy holds None equal to float64
+        if dtype in _REAL_DTYPES:
+            return array
+        if dtype in _BF16_DTYPES:
+            return bits_to_bf16(array)
     raise ValueError(
         "values must be an array of bfloat16, uint16 (bf16 bits), float32 or float64, "
         f"got {type(array).__name__ if dtype is None else dtype}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mok_ref.config import float32_of, is_int, is_real
+from mok_ref.config import float32_of, is_int, is_real, shown
 from mok_ref.numerics import add, array_module, div, exp, mul, sigmoid, sub, to_bf16, to_float32
 from mok_ref.tensor_core import tc
 
@@ -53,23 +53,23 @@ class RoutingOptions:
         for name in ("top_k", "num_groups"):
             value = getattr(self, name)
             if not (is_int(value) and value >= 1):
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+                raise ValueError(f"{name} must be an integer >= 1, got {shown(value)}")
             object.__setattr__(self, name, int(value))
         for name, allowed in (("score", SCORES), ("group_score", GROUP_SCORES)):
             value = getattr(self, name)
             if not (isinstance(value, str) and value in allowed):
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
         if self.keep_groups is not None:
             if not (is_int(self.keep_groups) and 1 <= self.keep_groups <= self.num_groups):
                 raise ValueError(
                     "keep_groups must be an integer in 1..num_groups, got "
-                    f"keep_groups={self.keep_groups!r}, num_groups={self.num_groups}"
+                    f"keep_groups={shown(self.keep_groups)}, num_groups={self.num_groups}"
                 )
             object.__setattr__(self, "keep_groups", int(self.keep_groups))
         if not isinstance(self.renormalize, (bool, np.bool_)):
-            raise ValueError(f"renormalize must be True or False, got {self.renormalize!r}")
+            raise ValueError(f"renormalize must be True or False, got {shown(self.renormalize)}")
         if not (is_real(self.scale) and math.isfinite(float32_of(self.scale))):
-            raise ValueError(f"scale must be a finite float32, got {self.scale!r}")
+            raise ValueError(f"scale must be a finite float32, got {shown(self.scale)}")
         object.__setattr__(self, "scale", float(self.scale))
         if self.choice_bias is not None:
             _check_bias(self.choice_bias)

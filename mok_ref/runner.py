@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -404,6 +405,17 @@ def assemble(plan: Plan, results: list[RankResult]) -> RunResult:
 # --------------------------------------------------------------------------- random cases
 
 
+def memory_bytes() -> int:
+    """Memory of this machine; where it does not tell, the most that an array can have.
+
+    Systems promise more than they have and end the process when it is used.
+    """
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return sys.maxsize
+
+
 MAX_SIZE = 2**31 - 1  # ids and counts are int32
 
 
@@ -435,7 +447,7 @@ class RandomCase:
         rows = max(self.num_tokens, experts * self.intermediate_size, self.shared_size)
         largest = max(rows * hidden, self.num_tokens * max(experts, self.top_k))
         try:
-            if 8 * largest > sys.maxsize:  # drawn in float64; NumPy has no such arrays
+            if 8 * largest > memory_bytes():  # drawn in float64
                 raise MemoryError
             return self._draw()
         except MemoryError as error:

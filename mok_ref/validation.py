@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mok_ref.config import SAVE_MODES, MoEConfig
+from mok_ref.config import SAVE_MODES, MoEConfig, shown
 from mok_ref.experts import ExpertWeights
 from mok_ref.heap.protocol import HeapError, SymmetricHeap, is_closed
 from mok_ref.numerics import BFLOAT16
@@ -53,7 +53,7 @@ def check_forward(
     if heap.size != config.ep_size:
         raise ValueError(f"ep_size must be the heap's size {heap.size}, got {config.ep_size}")
     if not (isinstance(save, str) and save in SAVE_MODES):
-        raise ValueError(f"save must be one of {', '.join(SAVE_MODES)}, got {save!r}")
+        raise ValueError(f"save must be one of {', '.join(SAVE_MODES)}, got {shown(save)}")
     check_activations(config, "x", x)
     check_routes(config, len(x), topk_ids, topk_weights)
     check_weights(config, heap.rank, weights, shared)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mok_ref.config import ROW_TILE, MoEConfig, is_int
+from mok_ref.config import ROW_TILE, MoEConfig, is_int, shown
 from mok_ref.dispatch import dispatch_forward
 from mok_ref.heap.protocol import RankMismatch, is_closed
 from mok_ref.mxfp8 import dequantize, num_blocks, quantize
@@ -223,8 +223,8 @@ def private_workspace(config: MoEConfig, heap: Any, num_tokens: int) -> tuple[Wo
     made[:] = [(workspace, lease) for workspace, lease in made if not workspace.closed]
     gone = [lease() is None for _, lease in made]
     everyone = np.stack(_exchange(heap, "sizes", np.array([num_tokens, *gone], np.int64)))
-    for (workspace, _), is_gone in zip(made, everyone[:, 1:].all(axis=0), strict=True):
-        if is_gone:
+    for (workspace, _), flags in zip(made, everyone[:, 1:].T, strict=True):
+        if flags.all():
             workspace.close()
     workspace, lease = Workspace(config, heap, int(everyone[:, 0].max())), Lease()
     made.append((workspace, weakref.ref(lease)))
@@ -271,9 +271,11 @@ def _check_sizes(config: Any, max_tokens: Any, max_saved_rows: Any) -> None:
     if not isinstance(config, MoEConfig):
         raise ValueError(f"config must be an MoEConfig, got {type(config).__name__}")
     if not (is_int(max_tokens) and max_tokens >= 0):
-        raise ValueError(f"max_tokens must be an integer >= 0, got {max_tokens!r}")
+        raise ValueError(f"max_tokens must be an integer >= 0, got {shown(max_tokens)}")
     if not (max_saved_rows is None or (is_int(max_saved_rows) and max_saved_rows >= 0)):
-        raise ValueError(f"max_saved_rows must be an integer >= 0 or None, got {max_saved_rows!r}")
+        raise ValueError(
+            f"max_saved_rows must be an integer >= 0 or None, got {shown(max_saved_rows)}"
+        )
 
 
 def _next_serial(heap: Any) -> int:

@@ -24,7 +24,6 @@ from mok_ref.heap.mpi import MpiSharedHeap, import_mpi
 from mok_ref.heap.slabs import SLAB_BYTES
 from mok_ref.testing import digest
 
-
 TINY_SIZES = Sizes(num_tokens=5, hidden=16, inner=8, experts=4, top_k=2, shared=0)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import random
+import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +106,9 @@ def test_wrong_dtype_and_shape_are_refused(key: str) -> None:
         ({"splits": np.array([-1, 21], np.int32)}, "splits must be >= 0, got -1"),
         ({"swiglu_limit": np.float32(0)}, "swiglu_limit must be a finite float32 > 0, got 0"),
         ({"swiglu_limit": np.float32("nan")}, "swiglu_limit must be a finite float32 > 0, got nan"),
+        ({"swiglu_limit": np.float64(1e300)}, "must be a finite float32 > 0, got 1e.300"),
+        ({"order": np.asarray("c" * 65)}, "order must be one of canonical.*, got 65 letters"),
+        ({"splits": np.zeros(1025, np.int32)}, "splits must have at most 1024 entries, got 1025"),
         ({"swiglu_limit": np.zeros(2, np.float32)}, "swiglu_limit must be one float"),
         ({"order": np.asarray("random")}, "order must be one of canonical, round_robin"),
         ({"order": np.asarray(b"canonical")}, "order must be one string"),
@@ -158,6 +165,155 @@ def test_pickled_objects_are_never_loaded(tmp_path: Path) -> None:
     )
 
 
+# --------------------------------------------------------------------------- strange archives
+
+
+def npy(array: np.ndarray, header: bytes | None = None, version: int = 1) -> bytes:
+    """An array as a member of an archive, its header replaced."""
+    file = io.BytesIO()
+    np.save(file, array)
+    if header is None:
+        return file.getvalue()
+    line = header.ljust(118) + b"\n"
+    length = len(line).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + length + line + array.tobytes()
+
+
+def archive(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zipfile's, of names that occur twice
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, content in members:
+                file.writestr(name, content)
+    return path
+
+
+def members(**changes: bytes) -> list[tuple[str, bytes]]:
+    given = {key: npy(value) for key, value in arrays().items()} | changes
+    return [(f"{key}.npy", content) for key, content in given.items()]
+
+
+HEADERS = [
+    b"{'descr': '<u2', 'fortran_order': False, 'shape': (20, 16",
+    b"{'descr': '<u2', 'fortran_order': False, 'shape': (-20, 16), }",
+    b"{'descr': '<u2', 'fortran_order': False, 'shape': (True, 16), }",
+    b"{'descr': '<u2', 'fortran_order': False, 'shape': (1099511627776, 16), }",
+    b"{'descr': '|O', 'fortran_order': False, 'shape': (20, 16), }",
+    b"{'descr': '<U9999999999', 'fortran_order': False, 'shape': (20, 16), }",
+    b"{'descr': '<M8[foo]', 'fortran_order': False, 'shape': (20, 16), }",
+    b"{'descr': ',', 'fortran_order': False, 'shape': (20, 16), }",
+    b"{'descr': 'u2,(', 'fortran_order': False, 'shape': (20, 16), }",
+    b"{'descr': ('<u2',), 'fortran_order': False, 'shape': (20, 16), }",
+    b"[1,\n  2\n 3",
+    b"\x00",
+    b"{[]:1}",
+    b"'" * 3,
+    b"(" * 90,
+    b"9" * 5000,
+    b"-" * 3000 + b"1",
+]
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: header[:80].decode())
+def test_a_header_that_is_none_is_damage(header: bytes, version: int, tmp_path: Path) -> None:
+    """Whatever NumPy and Python's tokenizer raise over it, and no word of theirs beside it."""
+    content = npy(arrays()["x"], header, version)
+    path = archive(tmp_path / "case.npz", members(x=content))
+    with pytest.raises(ValueError, match=r"case.npz: input must be .* a damaged one: x cannot be"):
+        load_case(path)
+
+
+def test_a_file_of_python_2_is_read_without_a_word(tmp_path: Path) -> None:
+    header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (20L, 16L), }"
+    path = archive(tmp_path / "case.npz", members(x=npy(arrays()["x"], header)))
+    np.testing.assert_array_equal(load_case(path).x, arrays()["x"])
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_any_changed_bytes_give_a_case_or_a_value_error(compressed: bool, tmp_path: Path) -> None:
+    plain, path = tmp_path / "plain.npz", tmp_path / "case.npz"
+    casefile.save_case(plain, ROUTED.make())
+    good = (archive(path, members()) if compressed else plain).read_bytes()
+    rng, refused = random.Random(1), 0
+    for _ in range(400):
+        content = bytearray(good)
+        start = max(0, len(content) - 1400) if rng.random() < 0.6 else 0  # the directory
+        for _ in range(rng.randint(1, 3)):
+            content[rng.randrange(start, len(content))] = rng.randrange(256)
+        path.write_bytes(content)
+        try:
+            load_case(path)
+        except ValueError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 200
+
+
+def test_names_are_unique_and_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "case.npz"
+    archive(path, [*members(), ("x.npy", npy(arrays()["x"] * 0))])
+    with pytest.raises(ValueError, match="got 'x' twice"):
+        load_case(path)
+    archive(path, [*members(), ("order", b"canonical")])
+    with pytest.raises(ValueError, match="got a member that is no array: 'order'"):
+        load_case(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bomb": np.zeros(2**24, np.uint8)}, "got extra bomb"),
+        ({"w_gate": np.zeros((4, 8, 2**16), np.uint16)}, "with H=16 as in|with H=65536 as in"),
+        ({"x": np.zeros((2**20, 16), np.float32)}, "x must be uint16, got float32"),
+        ({"order": np.asarray("c" * 2**20)}, "order must be one of .* got 1048576 letters"),
+        ({"splits": np.zeros(2**20, np.int32)}, "splits must have at most 1024 entries"),
+    ],
+    ids=["extra", "shape", "dtype", "text", "splits"],
+)
+def test_what_does_not_belong_is_refused_before_it_is_unpacked(
+    changes: dict[str, np.ndarray], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = members(**{key: npy(value) for key, value in changes.items()})
+    path = archive(tmp_path / "case.npz", given)
+    assert path.stat().st_size < 10**5  # small as a file
+    monkeypatch.setattr(casefile.np.lib.format, "read_array", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(ValueError, match=message):
+        load_case(path)
+
+
+def test_data_of_another_size_than_the_header_says_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = archive(tmp_path / "case.npz", members(x=npy(arrays()["x"]) + bytes(2**24)))
+    monkeypatch.setattr(casefile.np.lib.format, "read_array", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(ValueError, match="damaged one: x cannot be read"):
+        load_case(path)
+
+
+def test_a_case_larger_than_memory_names_the_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    path = archive(tmp_path / "case.npz", members())
+    monkeypatch.setattr(casefile.np.lib.format, "read_array", full)
+    message = r"w_gate must fit into memory, got shape \(4, 8, 16\) of uint16: 1024 bytes"
+    with pytest.raises(ValueError, match=message):
+        load_case(path)
+
+
+def test_a_missing_file_stays_the_file_systems_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_case(tmp_path / "absent.npz")
+    with pytest.raises(IsADirectoryError):
+        load_case(tmp_path)
+
+
+# --------------------------------------------------------------------------- writing
+
+
 def test_a_failed_write_leaves_the_old_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,3 +337,35 @@ def test_a_place_that_cannot_be_written_is_refused_early(tmp_path: Path) -> None
         casefile.check_writable(tmp_path / "absent" / "out.npz")
     with pytest.raises(ValueError, match="output must be a file name"):
         casefile.check_writable(tmp_path)
+    with pytest.raises(ValueError, match=r"--plot must be a file name, got .*: File name too long"):
+        casefile.check_writable(tmp_path / ("x" * 300), "--plot")
+    casefile.check_writable(tmp_path / ("x" * 255))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_permissions_alone_do_not_make_a_folder_writable() -> None:
+    if not Path("/proc/self").exists():
+        pytest.skip("no folder that looks writable")
+    with pytest.raises(ValueError, match=r"output must lie in a folder .* got /proc/x.npz"):
+        casefile.check_writable("/proc/x.npz")
+
+
+def test_a_write_that_fails_names_the_file_and_not_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file, **arrays) -> None:
+        raise OSError(28, "No space left on device", file.name)
+
+    monkeypatch.setattr(casefile.np, "savez", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        write_npz(tmp_path / "out.npz", {"y": np.ones(3)})
+    assert error.value.filename == str(tmp_path / "out.npz")
+
+
+def test_two_purposes_need_two_files(tmp_path: Path) -> None:
+    path, other = tmp_path / "a.npz", tmp_path / "b.npz"
+    casefile.check_distinct(input=path, output=other, plot=None)
+    path.write_bytes(b"x")
+    other.symlink_to(path)
+    with pytest.raises(ValueError, match=r"output must be another file than input, got .*b.npz"):
+        casefile.check_distinct(input=path, output=other)

@@ -220,7 +220,9 @@ def test_a_rank_that_nobody_waits_for_is_named_by_its_watcher(
 
 def left_over(mark: str) -> list[str]:
     """Processes whose command line holds `mark`, zombies not counted."""
-    listed = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "stat,args"], capture_output=True, text=True
+    ).stdout
     return [line for line in listed.splitlines() if mark in line and not line.startswith("Z")]
 
 

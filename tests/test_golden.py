@@ -96,6 +96,47 @@ def test_a_missing_tensor_is_found(tmp_path: Path) -> None:
     assert fault.startswith("tensors ")
 
 
+@pytest.mark.parametrize("change", ["digits", "name", "missing"])
+def test_wrong_stored_digests_are_found(change: str, tmp_path: Path) -> None:
+    """The lines of single tensors, although every tensor and the digest of all are right."""
+    case_file, out_file = PAIRS["router_softmax"]
+    wrong = read_npz(out_file)
+    lines = [str(line) for line in wrong["digests"]]
+    name, _, digits = lines[2].partition(" ")
+    lines[2] = {"digits": f"{name} {digits[::-1]}", "name": f"z {digits}", "missing": ""}[change]
+    wrong["digests"] = np.asarray(lines[:2] + lines[3:] if change == "missing" else lines)
+    write_npz(tmp_path / "out.npz", wrong)
+    _, fault = check_case(case_file, tmp_path / "out.npz", Settings())
+    assert fault.startswith("digests: the stored lines are not those of the tensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "array", "message"),
+    [
+        (
+            "y",
+            np.zeros((2**20, 64), np.uint16),
+            r"y must have axes \(N, H\) with N=.* as in the case",
+        ),
+        ("bomb", np.zeros(2**20, np.uint8), "got extra bomb"),
+        ("digest", np.zeros(2**20, "U64"), "digest must be text"),
+    ],
+    ids=["size", "key", "text"],
+)
+def test_outputs_that_no_run_gives_are_refused_before_they_are_unpacked(
+    key: str,
+    array: np.ndarray,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case_file, out_file = PAIRS["0"]
+    np.savez_compressed(tmp_path / "out.npz", **{**read_npz(out_file), key: array})
+    monkeypatch.setattr("mok_ref.golden.run_virtual", lambda plan: pytest.fail("it ran"))
+    with pytest.raises(ValueError, match=message):
+        check_case(case_file, tmp_path / "out.npz", Settings())
+
+
 def test_make_writes_what_is_missing_and_nothing_else(tmp_path: Path) -> None:
     for path in PAIRS["forward_only"]:
         shutil.copy(path, tmp_path)

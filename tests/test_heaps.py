@@ -39,7 +39,9 @@ def test_places_never_overlap_and_freed_ones_are_used_again() -> None:
         assert place.offset % 64 == 0
         for other in held:
             apart = place.offset >= other.offset + other.num_bytes
-            assert place.slab != other.slab or apart or place.offset + place.num_bytes <= other.offset
+            assert (
+                place.slab != other.slab or apart or place.offset + place.num_bytes <= other.offset
+            )
         held.append(place)
     while held:
         book.give(held.pop(rng.integers(len(held))))
@@ -73,7 +75,9 @@ def test_small_buffers_share_a_slab_and_large_ones_are_given_back() -> None:
     ids=["world", "run_ranks", "mpi", "virtual_cuda", "cuda_ipc", "nvshmem"],
 )
 def test_a_time_limit_is_a_number_of_seconds(make: Callable[[Any], Any], timeout: Any) -> None:
-    with pytest.raises(ValueError, match=r"^timeout_s must be a number of seconds > 0 and <= 1e\+06"):
+    with pytest.raises(
+        ValueError, match=r"^timeout_s must be a number of seconds > 0 and <= 1e\+06"
+    ):
         make(timeout)
 
 
@@ -111,7 +115,7 @@ def test_a_closed_heap_says_so() -> None:
         lambda: heap.alloc("y", (1,), np.int8),
     ]
     for act in acts:
-        with pytest.raises(HeapError, match="^the heap of rank 0 is closed$"):
+        with pytest.raises(HeapError, match=r"^the heap of rank 0 is closed$"):
             act()
 
 
@@ -319,5 +323,3 @@ def test_windows_are_bounded_by_name(mpi_run) -> None:
     assert len(result.reports) == 2
     for report in result.reports:
         assert report["error"].startswith("heap must have at most 3 windows, got one more for 'b3'")
-
-

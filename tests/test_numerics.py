@@ -225,5 +225,7 @@ def test_no_warning_on_huge_values() -> None:
 )
 def test_values_of_other_dtypes_are_refused(values: object) -> None:
     """None of these is read as bf16 bits."""
-    with pytest.raises(ValueError, match=r"^values must be an array of bfloat16, uint16 \(bf16 bits"):
+    with pytest.raises(
+        ValueError, match=r"^values must be an array of bfloat16, uint16 \(bf16 bits"
+    ):
         numerics.as_values(values)

@@ -147,7 +147,9 @@ def test_sizes_must_agree() -> None:
     def work(heap) -> None:
         heap.alloc("buffer", (4 + heap.rank // 2, 3), np.float32)
 
-    with pytest.raises(ValueError, match=r"must be the same on all ranks, got .*'buffer' \(., 3\) float32"):
+    with pytest.raises(
+        ValueError, match=r"must be the same on all ranks, got .*'buffer' \(., 3\) float32"
+    ):
         run_ranks(3, work)
 
 

@@ -361,7 +361,10 @@ def test_zero_total_has_positive_zeros() -> None:
         (dict(top_k=1, renormalize="no"), "renormalize must be True or False, got 'no'"),
         (dict(top_k=1, renormalize=1), "renormalize must be True or False, got 1"),
         (dict(top_k=1, choice_bias=[0.0]), "choice_bias must be float32 or float64, got list"),
-        (dict(top_k=1, choice_bias=np.zeros(4, int)), "choice_bias must be float32 or float64, got"),
+        (
+            dict(top_k=1, choice_bias=np.zeros(4, int)),
+            "choice_bias must be float32 or float64, got",
+        ),
         (dict(top_k=1, choice_bias=np.full(4, 1e300)), "choice_bias must be finite as float32"),
     ],
 )
@@ -392,5 +395,7 @@ def test_numpy_numbers_are_options() -> None:
     ids=["float16", "int32", "big-endian", "bits", "list", "None"],
 )
 def test_logits_are_float32(logits: object) -> None:
-    with pytest.raises(ValueError, match=r"^logits must be float32 \(float64 for the oracle\), got"):
+    with pytest.raises(
+        ValueError, match=r"^logits must be float32 \(float64 for the oracle\), got"
+    ):
         route_forward(logits, RoutingOptions(1))

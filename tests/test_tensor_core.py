@@ -312,4 +312,4 @@ def test_no_warning_on_huge_operands() -> None:
     for arithmetic in ("exact", "fast", "float64"):
         assert tc(huge, huge, None, arithmetic).shape == (2, 2)
     wide = np.array([[1e300, -1e300, np.inf]])
-    assert np.isnan(tc(wide, wide[:, ::-1], None, "float64")).all()
+    assert np.isnan(tc(wide, np.array([[1e300, 1e300, 0]]), None, "float64")).all()

@@ -262,11 +262,13 @@ def test_closed_workspaces_heaps_and_contexts() -> None:
             expected = (HeapError, "the heap of rank 0 is closed")
         with pytest.raises(expected[0], match=expected[1]):
             call(heap=heap, workspace=workspace)
-        with pytest.raises(RuntimeError, match="context is stale: its workspace or heap was closed"):
+        with pytest.raises(
+            RuntimeError, match="context is stale: its workspace or heap was closed"
+        ):
             moe_backward(context, CASE.dy)
     _, context = call()
     context.close()
-    with pytest.raises(RuntimeError, match="^context was closed; run moe_forward again$"):
+    with pytest.raises(RuntimeError, match=r"^context was closed; run moe_forward again$"):
         moe_backward(context, CASE.dy)
 
 
@@ -301,12 +303,14 @@ def test_backward(dy: np.ndarray, message: str) -> None:
 
 def test_backward_takes_a_context_and_a_function() -> None:
     for context in (None, "context", CASE):
-        with pytest.raises(ValueError, match="^context must be the one that moe_forward returned, got"):
+        with pytest.raises(
+            ValueError, match=r"^context must be the one that moe_forward returned, got"
+        ):
             moe_backward(context, CASE.dy)
     _, context = call()
-    with pytest.raises(ValueError, match="^router_share must be a function or None, got int$"):
+    with pytest.raises(ValueError, match=r"^router_share must be a function or None, got int$"):
         moe_backward(context, CASE.dy, router_share=7)
-    with pytest.raises(ValueError, match="^dy must be bfloat16 or uint16, got NoneType$"):
+    with pytest.raises(ValueError, match=r"^dy must be bfloat16 or uint16, got NoneType$"):
         moe_backward(context, None)
 
 

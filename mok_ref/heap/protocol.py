@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mok_ref.config import is_int, is_real
+from mok_ref.config import is_int, is_real, shown
 
 BARRIER_TIMEOUT_S = 120.0  # no wait is unbounded
 MAX_TIMEOUT_S = 1e6  # eleven days; threads and device clocks count seconds up to here
@@ -71,7 +71,8 @@ def check_timeout(timeout_s: Any) -> float:
     """The limit of a heap's waits. Raises: ValueError, also for NaN and infinity."""
     if not (is_real(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S):
         raise ValueError(
-            f"timeout_s must be a number of seconds > 0 and <= {MAX_TIMEOUT_S:g}, got {timeout_s!r}"
+            f"timeout_s must be a number of seconds > 0 and <= {MAX_TIMEOUT_S:g}, "
+            f"got {shown(timeout_s)}"
         )
     return float(timeout_s)
 
@@ -79,21 +80,22 @@ def check_timeout(timeout_s: Any) -> float:
 def check_size(size: Any) -> int:
     """A number of ranks. Raises: ValueError."""
     if not (is_int(size) and size >= 1):
-        raise ValueError(f"ranks must be >= 1, got {size!r}")
+        raise ValueError(f"ranks must be >= 1, got {shown(size)}")
     return int(size)
 
 
 def check_rank(rank: Any, size: int) -> None:
     """A rank of `size`. Raises: ValueError; nothing counts from the end."""
     if not (is_int(rank) and 0 <= rank < size):
-        raise ValueError(f"rank must be in 0..{size - 1}, got {rank!r}")
+        raise ValueError(f"rank must be in 0..{size - 1}, got {shown(rank)}")
 
 
 def check_new_name(name: Any, taken: Container[str]) -> None:
     """A name that a new allocation may have. Raises: ValueError."""
     if not isinstance(name, str) or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
-        shown = repr(name) if len(repr(name)) <= 40 else f"{repr(name)[:40]}..."
-        raise ValueError(f"heap name must be text of at most {MAX_NAME_BYTES} bytes, got {shown}")
+        raise ValueError(
+            f"heap name must be text of at most {MAX_NAME_BYTES} bytes, got {shown(name)}"
+        )
     if name in taken:
         raise ValueError(f"heap name must be new, got {name!r} twice")
 
@@ -101,7 +103,7 @@ def check_new_name(name: Any, taken: Container[str]) -> None:
 def check_known_name(name: Any, taken: Container[str]) -> None:
     """The name of an allocation. Raises: ValueError."""
     if name not in taken:
-        raise ValueError(f"heap name must be one that was allocated, got {name!r}")
+        raise ValueError(f"heap name must be one that was allocated, got {shown(name)}")
 
 
 def allocation_phase(name: str, shape: tuple[int, ...], dtype: np.dtype) -> str:

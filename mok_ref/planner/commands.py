@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from mok_ref.option_names import option_names
 
 from .errors import check_outputs, require
 from .reasons import WARNING
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 JSON = (".json",)
 HTML = (".html", ".htm")
@@ -64,7 +67,6 @@ def plan(
     from .hardware import known_hardware
     from .models import known_models
     from .plan import make_plan, plan_text
-    from .report import page, plan_sections, plan_trace
 
     if "list" in (model, hardware):
         print("models:   " + ", ".join(known_models()))
@@ -94,6 +96,18 @@ def plan(
             tp_size=tp,
         )
     print(made.to_json() if as_json else plan_text(made))
+    write_plan(made, output, trace, html)
+    for reason in made.reasons:
+        if reason.startswith(WARNING):
+            print(reason, file=sys.stderr)
+    if not made.memory["fits"]:
+        raise typer.Exit(1)
+
+
+def write_plan(made: Plan, output: Path | None, trace: Path | None, html: Path | None) -> None:
+    """The files that were asked for, each named when it is there."""
+    from .report import page, plan_sections, plan_trace
+
     if output:
         made.write(output)
         written("plan", output)
@@ -104,11 +118,6 @@ def plan(
         title = f"{made.model['name']} on {made.hardware['title']}"
         write_whole(html, page(title, plan_sections(made)))
         written("report", html)
-    for reason in made.reasons:
-        if reason.startswith(WARNING):
-            print(reason, file=sys.stderr)
-    if not made.memory["fits"]:
-        raise typer.Exit(1)
 
 
 def written(what: str, path: Path) -> None:

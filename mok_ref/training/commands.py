@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,118 +45,150 @@ def shown(help: str, default: object) -> Any:
     return typer.Option(help=help, show_default=str(default))
 
 
+RunDir = Annotated[
+    Path | None, typer.Option(help="New or empty folder for metrics and checkpoints.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir.")]
+Checkpoint = Annotated[
+    str | None, typer.Option(help="Resume from this one: best or manifest-000050.json.")
+]
+Config = Annotated[Path | None, typer.Option(help="JSON of a run; options override.")]
+TextFile = Annotated[Path | None, shown("Text file, 4096 bytes or more.", "Python's help texts")]
+Ranks = Annotated[int | None, shown("Virtual ranks (not under mpiexec).", 1)]
+Steps = Annotated[int | None, shown("Steps of the whole run.", START.steps)]
+StopAt = Annotated[int | None, typer.Option(help="Stop before this step.")]
+Batch = Annotated[int | None, shown("Sequences per step.", START.batch)]
+Seed = Annotated[int | None, shown("Seed of weights and data.", START.seed)]
+Sequence = Annotated[
+    int | None, shown("Bytes per sequence, a multiple of 16.", START.model.sequence)
+]
+Hidden = Annotated[int | None, shown("Hidden size.", START.model.hidden)]
+Layers = Annotated[int | None, shown("Blocks.", START.model.num_layers)]
+Heads = Annotated[int | None, shown("Attention heads.", START.model.num_heads)]
+Intermediate = Annotated[int | None, shown("Width of an expert.", START.model.intermediate)]
+Experts = Annotated[int | None, shown("Experts per layer.", START.model.num_experts)]
+Shared = Annotated[int | None, shown("Width of a shared expert.", START.model.shared_intermediate)]
+Ffn = Annotated[str | None, shown("moe, dense or ordinary.", START.model.ffn)]
+Arithmetic = Annotated[
+    str | None,
+    shown("exact: same bits everywhere; fast: BLAS, no promise.", START.model.arithmetic),
+]
+Recompute = Annotated[
+    bool | None, typer.Option("--recompute", help="Save less, compute again in backward.")
+]
+TensorParallel = Annotated[
+    bool | None, typer.Option("--tensor-parallel", help="Cut the dense FFN over ranks.")
+]
+Router = Annotated[
+    str | None,
+    shown("topk, litter, expert_choice, balanced or replay.", START.model.router.kind),
+]
+TopK = Annotated[int | None, shown("Experts per token.", START.model.router.options.top_k)]
+Score = Annotated[str | None, shown("softmax or sigmoid.", START.model.router.options.score)]
+Groups = Annotated[
+    int | None, shown("Groups of experts (litters).", START.model.router.options.num_groups)
+]
+KeepGroups = Annotated[int | None, shown("Groups open per token.", "all")]
+Aux = Annotated[
+    float | None, shown("Weight of the balance loss over experts.", START.balance.kitten)
+]
+LitterAux = Annotated[
+    float | None, shown("Weight of the balance loss over litters.", START.balance.litter)
+]
+SequenceAux = Annotated[
+    float | None, shown("Weight of the balance loss in sequences.", START.balance.sequence)
+]
+Z = Annotated[float | None, shown("Weight of the router's z-loss.", START.balance.z)]
+BiasSpeed = Annotated[
+    float | None, shown("Step of the choice bias; 0: none.", START.balance.bias_speed)
+]
+Capacity = Annotated[
+    float | None, shown("First capacity factor; beyond it routes are dropped.", "no limit")
+]
+Drop = Annotated[
+    str | None, shown("With --capacity, what goes first: canonical or score.", "canonical")
+]
+Unlock = Annotated[
+    str | None, typer.Option(help="start:share:every[:copy|fresh]; every 0: when flat.")
+]
+RaiseAux = Annotated[
+    bool | None,
+    typer.Option("--raise-aux", help="While the entropy alarm lasts, raise --aux threefold."),
+]
+RollbackAfter = Annotated[
+    int | None,
+    shown("Alarms in a row before going back to the last good checkpoint; 0: never.", 0),
+]
+ClipOutliers = Annotated[
+    bool | None,
+    typer.Option("--clip-outliers", help="Scale an outlying expert's gradient down."),
+]
+Collapse = Annotated[str | None, typer.Option(help="Disturb the router on purpose: step:strength.")]
+Rate = Annotated[float | None, shown("Learning rate.", START.optimizer.rate)]
+CheckpointEvery = Annotated[
+    int | None,
+    shown("Steps between files of the shared weights.", START.checkpoint.shared_every),
+]
+ExpertsEvery = Annotated[
+    int | None, shown("Steps between files of changed experts.", "as --checkpoint-every")
+]
+FullEvery = Annotated[
+    int | None,
+    shown("Steps between checkpoints with every file anew; 0: never.", 0),
+]
+ValidEvery = Annotated[int | None, shown("Steps between validations; 0: never.", START.valid_every)]
+SaveRoutes = Annotated[Path | None, typer.Option(help="Write all routes (.npz).")]
+Replay = Annotated[Path | None, typer.Option(help="Read routes (.npz).")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON lines on stdout.")]
+
+
 def train(
-    run_dir: Annotated[
-        Path | None, typer.Option(help="New or empty folder for metrics and checkpoints.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --run-dir.")
-    ] = False,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="Resume from this one: best or manifest-000050.json.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="JSON of a run; options override.")] = None,
-    text: Annotated[
-        Path | None, shown("Text file, 4096 bytes or more.", "Python's help texts")
-    ] = None,
-    ranks: Annotated[int | None, shown("Virtual ranks (not under mpiexec).", 1)] = None,
-    steps: Annotated[int | None, shown("Steps of the whole run.", START.steps)] = None,
-    stop_at: Annotated[int | None, typer.Option(help="Stop before this step.")] = None,
-    batch: Annotated[int | None, shown("Sequences per step.", START.batch)] = None,
-    seed: Annotated[int | None, shown("Seed of weights and data.", START.seed)] = None,
-    sequence: Annotated[
-        int | None, shown("Bytes per sequence, a multiple of 16.", START.model.sequence)
-    ] = None,
-    hidden: Annotated[int | None, shown("Hidden size.", START.model.hidden)] = None,
-    layers: Annotated[int | None, shown("Blocks.", START.model.num_layers)] = None,
-    heads: Annotated[int | None, shown("Attention heads.", START.model.num_heads)] = None,
-    intermediate: Annotated[
-        int | None, shown("Width of an expert.", START.model.intermediate)
-    ] = None,
-    experts: Annotated[int | None, shown("Experts per layer.", START.model.num_experts)] = None,
-    shared: Annotated[
-        int | None, shown("Width of a shared expert.", START.model.shared_intermediate)
-    ] = None,
-    ffn: Annotated[str | None, shown("moe, dense or ordinary.", START.model.ffn)] = None,
-    arithmetic: Annotated[
-        str | None,
-        shown("exact: same bits everywhere; fast: BLAS, no promise.", START.model.arithmetic),
-    ] = None,
-    recompute: Annotated[
-        bool | None, typer.Option("--recompute", help="Save less, compute again in backward.")
-    ] = None,
-    tensor_parallel: Annotated[
-        bool | None, typer.Option("--tensor-parallel", help="Cut the dense FFN over ranks.")
-    ] = None,
-    router: Annotated[
-        str | None,
-        shown("topk, litter, expert_choice, balanced or replay.", START.model.router.kind),
-    ] = None,
-    top_k: Annotated[
-        int | None, shown("Experts per token.", START.model.router.options.top_k)
-    ] = None,
-    score: Annotated[
-        str | None, shown("softmax or sigmoid.", START.model.router.options.score)
-    ] = None,
-    groups: Annotated[
-        int | None, shown("Groups of experts (litters).", START.model.router.options.num_groups)
-    ] = None,
-    keep_groups: Annotated[int | None, shown("Groups open per token.", "all")] = None,
-    aux: Annotated[
-        float | None, shown("Weight of the balance loss over experts.", START.balance.kitten)
-    ] = None,
-    litter_aux: Annotated[
-        float | None, shown("Weight of the balance loss over litters.", START.balance.litter)
-    ] = None,
-    sequence_aux: Annotated[
-        float | None, shown("Weight of the balance loss in sequences.", START.balance.sequence)
-    ] = None,
-    z: Annotated[float | None, shown("Weight of the router's z-loss.", START.balance.z)] = None,
-    bias_speed: Annotated[
-        float | None, shown("Step of the choice bias; 0: none.", START.balance.bias_speed)
-    ] = None,
-    capacity: Annotated[
-        float | None, shown("First capacity factor; beyond it routes are dropped.", "no limit")
-    ] = None,
-    drop: Annotated[
-        str | None, shown("With --capacity, what goes first: canonical or score.", "canonical")
-    ] = None,
-    unlock: Annotated[
-        str | None, typer.Option(help="start:share:every[:copy|fresh]; every 0: when flat.")
-    ] = None,
-    raise_aux: Annotated[
-        bool | None,
-        typer.Option("--raise-aux", help="While the entropy alarm lasts, raise --aux threefold."),
-    ] = None,
-    rollback_after: Annotated[
-        int | None,
-        shown("Alarms in a row before going back to the last good checkpoint; 0: never.", 0),
-    ] = None,
-    clip_outliers: Annotated[
-        bool | None,
-        typer.Option("--clip-outliers", help="Scale an outlying expert's gradient down."),
-    ] = None,
-    collapse: Annotated[
-        str | None, typer.Option(help="Disturb the router on purpose: step:strength.")
-    ] = None,
-    rate: Annotated[float | None, shown("Learning rate.", START.optimizer.rate)] = None,
-    checkpoint_every: Annotated[
-        int | None,
-        shown("Steps between files of the shared weights.", START.checkpoint.shared_every),
-    ] = None,
-    experts_every: Annotated[
-        int | None, shown("Steps between files of changed experts.", "as --checkpoint-every")
-    ] = None,
-    full_every: Annotated[
-        int | None,
-        shown("Steps between checkpoints with every file anew; 0: never.", 0),
-    ] = None,
-    valid_every: Annotated[
-        int | None, shown("Steps between validations; 0: never.", START.valid_every)
-    ] = None,
-    save_routes: Annotated[Path | None, typer.Option(help="Write all routes (.npz).")] = None,
-    replay: Annotated[Path | None, typer.Option(help="Read routes (.npz).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on stdout.")] = False,
+    run_dir: RunDir = None,
+    resume: Resume = False,
+    checkpoint: Checkpoint = None,
+    config: Config = None,
+    text: TextFile = None,
+    ranks: Ranks = None,
+    steps: Steps = None,
+    stop_at: StopAt = None,
+    batch: Batch = None,
+    seed: Seed = None,
+    sequence: Sequence = None,
+    hidden: Hidden = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    intermediate: Intermediate = None,
+    experts: Experts = None,
+    shared: Shared = None,
+    ffn: Ffn = None,
+    arithmetic: Arithmetic = None,
+    recompute: Recompute = None,
+    tensor_parallel: TensorParallel = None,
+    router: Router = None,
+    top_k: TopK = None,
+    score: Score = None,
+    groups: Groups = None,
+    keep_groups: KeepGroups = None,
+    aux: Aux = None,
+    litter_aux: LitterAux = None,
+    sequence_aux: SequenceAux = None,
+    z: Z = None,
+    bias_speed: BiasSpeed = None,
+    capacity: Capacity = None,
+    drop: Drop = None,
+    unlock: Unlock = None,
+    raise_aux: RaiseAux = None,
+    rollback_after: RollbackAfter = None,
+    clip_outliers: ClipOutliers = None,
+    collapse: Collapse = None,
+    rate: Rate = None,
+    checkpoint_every: CheckpointEvery = None,
+    experts_every: ExpertsEvery = None,
+    full_every: FullEvery = None,
+    valid_every: ValidEvery = None,
+    save_routes: SaveRoutes = None,
+    replay: Replay = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train a byte-level language model with mixture-of-experts layers, bit for bit repeatable."""
     chosen = dict(locals())
@@ -166,9 +199,7 @@ def train(
         built = build_config(chosen, base)
         data = load_text(text)
         routes = None if replay is None else load_routes(replay)
-        if not as_json and is_first():
-            print(header(built, data.source, ranks), flush=True)
-        with progress(built, as_json) as show:
+        with progress(built, as_json, header(built, data.source, ranks)) as show:
             records = run_on_all_ranks(
                 ranks or 1,
                 lambda heap: train_on_rank(
@@ -216,8 +247,16 @@ NEEDS = {
 }
 
 
+LEAST = dict.fromkeys(
+    ("ranks", "steps", "stop_at", "batch", "sequence", "hidden", "layers", "heads"), 1
+) | dict.fromkeys(
+    ("seed", "shared", "rollback_after", "checkpoint_every", "experts_every", "full_every",
+     "valid_every", "aux", "litter_aux", "sequence_aux", "z", "bias_speed"), 0
+)  # fmt: skip
+
+
 def check_options(chosen: dict[str, Any]) -> None:
-    """Refuse what would silently do nothing, and counts below their least.
+    """Refuse what would silently do nothing, and numbers below their least.
 
     Raises: ValueError in the words of the command line.
     """
@@ -226,11 +265,14 @@ def check_options(chosen: dict[str, Any]) -> None:
     for option, other in NEEDS.items():
         if chosen[option] and not chosen[other]:
             raise ValueError(f"{dashed(option)} must go with {dashed(other)}, which is not given")
-    for option in ("ranks", "stop_at", "batch", "steps", "layers", "heads", "hidden"):
-        if chosen[option] is not None and chosen[option] < 1:
-            raise ValueError(f"{dashed(option)} must be at least 1, got {chosen[option]}")
-    if chosen["seed"] is not None and chosen["seed"] < 0:
-        raise ValueError(f"--seed must be >= 0, got {chosen['seed']}")
+    for option, least in LEAST.items():
+        value = chosen[option]
+        if value is not None and not least <= value < math.inf:
+            finite = "finite and " if isinstance(value, float) else ""
+            raise ValueError(f"{dashed(option)} must be {finite}at least {least}, got {value}")
+    for option in ("rate", "capacity"):
+        if chosen[option] is not None and not 0 < chosen[option] < math.inf:
+            raise ValueError(f"{dashed(option)} must be finite and above 0, got {chosen[option]}")
 
 
 def dashed(name: str) -> str:
@@ -264,7 +306,7 @@ def header(config: TrainConfig, source: str, ranks: int | None) -> str:
         f"{model.ffn} model: {model.num_layers} layers, hidden {model.hidden}{experts}; {source}\n"
         f"{config.steps} steps of {config.batch} x {model.sequence} bytes on {where}, "
         f"{model.arithmetic} arithmetic\n"
-        "loss in nats per byte (its float32 bits); entropy of the experts' load over its maximum"
+        "loss: nats per byte (float32 bits); entropy: of the experts' load, 1 is even"
     )
 
 
@@ -301,8 +343,11 @@ def read_config(path: Path | None, run_dir: Path | None) -> TrainConfig:
     try:
         values = json.loads(path.read_text())
         return TrainConfig.from_json(values.get("config", values))
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"--config must be the JSON of a run, got {path}: {error!r}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise ValueError(f"--config must be the JSON of a run, got {path}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"without {error}" if isinstance(error, KeyError) else f"with {error}"
+        raise ValueError(f"--config must be the JSON of a run, got {path} {what}") from error
 
 
 def given(chosen: dict[str, Any], **names: str) -> dict[str, Any]:
@@ -396,17 +441,25 @@ def parse_collapse(value: str) -> CollapseOptions:
     """step:strength."""
     try:
         step, strength = value.split(":")
-        return CollapseOptions(int(step), strength=float(strength))
+        made = CollapseOptions(int(step), strength=float(strength))
     except ValueError as error:
         raise ValueError(f"--collapse must be step:strength, got {value!r}") from error
+    if made.step < 0 or not math.isfinite(made.strength):
+        raise ValueError(f"--collapse must have a step >= 0 and a finite strength, got {value!r}")
+    return made
 
 
 # --------------------------------------------------------------------------- progress
 
 
 @contextmanager
-def progress(config: TrainConfig, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A live table on a terminal, ten lines and the events elsewhere, JSON lines on request."""
+def progress(
+    config: TrainConfig, as_json: bool, title: str
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A live table on a terminal, ten lines and the events elsewhere, JSON lines on request.
+
+    The title comes with the first step, when nothing can be refused any more.
+    """
     if as_json:
         yield lambda record: print(json.dumps(record), flush=True)
         return
@@ -417,6 +470,8 @@ def progress(config: TrainConfig, as_json: bool) -> Iterator[Callable[[dict[str,
         def line(record: dict[str, Any]) -> None:
             done = record["step"] + 1
             nonlocal first  # the first step shows how long one takes
+            if first:
+                print(title)
             worth = first or done % every == 0 or "valid_loss" in record or record["actions"]
             if worth or done == config.steps:
                 print(one_line(record), flush=True)
@@ -424,14 +479,16 @@ def progress(config: TrainConfig, as_json: bool) -> Iterator[Callable[[dict[str,
 
         yield line
         return
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     actions: list[str] = []
     with Live(refresh_per_second=4) as live:
 
         def table(record: dict[str, Any]) -> None:
             actions.extend(f"step {record['step'] + 1}: {a}" for a in record["actions"])
-            live.update(live_table(config, record, actions[-SHOWN_ACTIONS:]))
+            live.update(Group(Text(title), live_table(config, record, actions[-SHOWN_ACTIONS:])))
 
         yield table
 
