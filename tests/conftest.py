@@ -26,6 +26,11 @@ SHIELD = ("setsid", "-w")
 Launch = Callable[..., Any]
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Tests on a GPU run one after another in this process: they time out, hold SMs, fill memory."""
+    return 0 if config.option.markexpr.strip().startswith("gpu") else None
+
+
 def _version(mpiexec: str) -> str:
     return subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
 
