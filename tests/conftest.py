@@ -27,7 +27,7 @@ Launch = Callable[..., Any]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Tests on a GPU run one after another in this process: they time out, hold SMs, fill memory."""
+    """Tests on a GPU run one after another in this process: some hold SMs or fill memory."""
     return 0 if config.option.markexpr.strip().startswith("gpu") else None
 
 
