@@ -24,9 +24,7 @@ from mok_ref.runner import Settings, assemble, make_plan, run_rank
 from mok_ref.testing import assert_bitwise_equal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from host_cupy import host_cuda_device
 
-from gpu.host_cuda import compiler as host_compiler
 from gpu.units import on_device
 
 assert schedule  # imported before the stand-in replaces what it loads
@@ -36,19 +34,7 @@ PAIRS = {name: (case_file, out_file) for name, case_file, out_file in golden_pai
 ON_THE_CPU = {("1", "soft"), ("4", "soft"), ("4", "mma"), ("empty_experts", "soft")}
 
 
-@pytest.fixture(
-    autouse=True, params=["host", pytest.param("cuda", marks=pytest.mark.gpu)], scope="module"
-)
-def device(request):
-    """Where the kernels of this module run."""
-    if request.param == "cuda":
-        pytest.importorskip("cupy")
-        yield "cuda"
-        return
-    if host_compiler() is None:
-        pytest.skip("no C++ compiler to build the kernels for the CPU")
-    with host_cuda_device():
-        yield "host"
+pytestmark = pytest.mark.usefixtures("device")
 
 
 @pytest.fixture

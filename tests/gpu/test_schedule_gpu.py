@@ -25,24 +25,9 @@ from mok_ref.schedule import build_schedule
 from mok_ref.testing import assert_bitwise_equal, random_routes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from host_cupy import host_cuda_device
-
-from gpu.host_cuda import compiler as host_compiler
 
 
-@pytest.fixture(
-    autouse=True, params=["host", pytest.param("cuda", marks=pytest.mark.gpu)], scope="module"
-)
-def device(request):
-    """Where the kernels of this module run."""
-    if request.param == "cuda":
-        pytest.importorskip("cupy")
-        yield "cuda"
-        return
-    if host_compiler() is None:
-        pytest.skip("no C++ compiler to build the kernels for the CPU")
-    with host_cuda_device():
-        yield "host"
+pytestmark = pytest.mark.usefixtures("device")
 
 
 TABLES = (

@@ -23,27 +23,13 @@ from mok_ref.tensor_core import tc
 from mok_ref.testing import assert_bitwise_equal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from host_cupy import host_cuda_device
 
 from gpu import units
-from gpu.host_cuda import compiler as host_compiler
 
 assert portable and products  # imported before the stand-in replaces what they load
 
 
-@pytest.fixture(
-    autouse=True, params=["host", pytest.param("cuda", marks=pytest.mark.gpu)], scope="module"
-)
-def device(request):
-    """Where the kernels of this module run."""
-    if request.param == "cuda":
-        pytest.importorskip("cupy")
-        yield "cuda"
-        return
-    if host_compiler() is None:
-        pytest.skip("no C++ compiler to build the kernels for the CPU")
-    with host_cuda_device():
-        yield "host"
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def rng_of(name: str) -> np.random.Generator:
