@@ -38,6 +38,7 @@ from mok_ref.validation import (
     check_forward,
     check_layer,
     check_main_grad,
+    gradient_shapes,
 )
 from mok_ref.workspace import Lease, Workspace, private_workspace, storage_dtype, to_storage
 
@@ -201,9 +202,7 @@ def _run_routed_experts(context: Context) -> None:
     config, workspace, schedule = context.config, context.workspace, context.schedule
     macrobatch, minibatch = config.ring_rows(schedule.num_rows)
     x_rings = workspace.x.rings(macrobatch)
-    h_ring = TokenRing(macrobatch, config.intermediate_size, np.float64)
-    if config.arithmetic != "float64":
-        h_ring = TokenRing(macrobatch, config.intermediate_size, np.uint16)
+    h_ring = TokenRing(macrobatch, config.intermediate_size, storage_dtype(config))
     batches = list(walk(schedule.num_rows, macrobatch, minibatch, "forward"))
     for step, batch in forward_task_order(batches, macrobatch):
         if step == "gate_up":
@@ -346,10 +345,9 @@ def _use_context(context: Context, dy: Array, main_grad: Gradients | None) -> No
 def _start_gradients(context: Context, main_grad: Gradients | None) -> Gradients:
     """Accumulators of the routed experts: +0, or the values of `main_grad`."""
     config = context.config
-    local, real = len(context.schedule.expert_ids), context.workspace.mine("topk_weights").dtype
-    inward = (local, config.intermediate_size, config.hidden_size)
-    outward = (local, config.hidden_size, config.intermediate_size)
-    shapes = {"dw_gate": inward, "dw_up": inward, "dw_down": outward}
+    real = context.workspace.mine("topk_weights").dtype
+    every = gradient_shapes(config, context.workspace.heap.rank)
+    shapes = {name: every[name] for name in ("dw_gate", "dw_up", "dw_down")}
     start: dict[str, np.ndarray] = {name: np.zeros(s, real) for name, s in shapes.items()}
     if main_grad is not None:
         start = {name: as_values(getattr(main_grad, name)).astype(real) for name in shapes}

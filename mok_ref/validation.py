@@ -85,8 +85,8 @@ def check_workspace(config: MoEConfig, heap: Any, num_tokens: int, workspace: An
         )
 
 
-def check_main_grad(config: MoEConfig, rank: int, main_grad: Any) -> None:
-    """Weight gradients to continue: shapes of the weights, float32 or bf16."""
+def gradient_shapes(config: MoEConfig, rank: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weight gradients of one rank."""
     local, hidden = config.num_local_experts(rank), config.hidden_size
     inner, shared = config.intermediate_size, config.shared_intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
@@ -97,10 +97,15 @@ def check_main_grad(config: MoEConfig, rank: int, main_grad: Any) -> None:
     if shared:
         shapes["shared_dw_gate"] = shapes["shared_dw_up"] = (shared, hidden)
         shapes["shared_dw_down"] = (hidden, shared)
+    return shapes
+
+
+def check_main_grad(config: MoEConfig, rank: int, main_grad: Any) -> None:
+    """Weight gradients to continue: shapes of the weights, float32 or bf16."""
     allowed: tuple[np.dtype, ...] = (np.dtype(np.float32), BFLOAT16)
     if config.arithmetic == "float64":
         allowed = (*allowed, np.dtype(np.float64))
-    for name, shape in shapes.items():
+    for name, shape in gradient_shapes(config, rank).items():
         _check_array(f"main_grad.{name}", getattr(main_grad, name, None), allowed)
         if getattr(main_grad, name).shape != shape:
             got = getattr(main_grad, name).shape
@@ -116,6 +121,16 @@ def check_activations(config: MoEConfig, name: str, array: Any) -> None:
 
 def check_routes(config: MoEConfig, num_tokens: int, topk_ids: Any, topk_weights: Any) -> None:
     """(T, K) int32 ids in -1..E-1 and finite float32 weights."""
+    check_route_arrays(config, num_tokens, topk_ids, topk_weights)
+    outside = (topk_ids < -1) | (topk_ids >= config.num_experts)
+    _refuse(outside, topk_ids, "topk_ids", f"in -1..{config.num_experts - 1}")
+    _refuse(~np.isfinite(topk_weights), topk_weights, "topk_weights", "finite")
+
+
+def check_route_arrays(
+    config: MoEConfig, num_tokens: int, topk_ids: Any, topk_weights: Any
+) -> None:
+    """Shapes and dtypes of routes; reads no value, so it serves device arrays too."""
     shape = (num_tokens, config.top_k)
     for name, array, dtype in (
         ("topk_ids", topk_ids, np.int32),
@@ -127,9 +142,6 @@ def check_routes(config: MoEConfig, num_tokens: int, topk_ids: Any, topk_weights
         _check_array(name, array, allowed)
         if array.shape != shape:
             raise ValueError(f"{name} must be (tokens, top_k) = {shape}, got shape {array.shape}")
-    outside = (topk_ids < -1) | (topk_ids >= config.num_experts)
-    _refuse(outside, topk_ids, "topk_ids", f"in -1..{config.num_experts - 1}")
-    _refuse(~np.isfinite(topk_weights), topk_weights, "topk_weights", "finite")
 
 
 def check_weights(

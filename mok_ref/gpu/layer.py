@@ -23,7 +23,12 @@ from mok_ref.gpu.errors import BARRIER_COMBINE, BARRIER_DX, BARRIER_DY, BARRIER_
 from mok_ref.gpu.params import BACKWARD_PARAMS, device_address, new_params, set_params
 from mok_ref.gpu.workspace import DeviceWorkspace
 from mok_ref.numerics import BFLOAT16
-from mok_ref.validation import check_activations, check_weights
+from mok_ref.validation import (
+    check_activations,
+    check_route_arrays,
+    check_weights,
+    gradient_shapes,
+)
 
 WEIGHT_PARTS = ("gate", "up", "down")
 
@@ -212,13 +217,7 @@ def _check_forward(
         raise ValueError(
             f"x must have at most max_tokens={workspace.max_tokens} rows, got {len(x)}"
         )
-    routes = (("topk_ids", topk_ids, np.int32), ("topk_weights", topk_weights, np.float32))
-    for name, array, dtype in routes:
-        if array.dtype != dtype:
-            raise ValueError(f"{name} must be {np.dtype(dtype).name}, got {array.dtype}")
-        if array.shape != (len(x), config.top_k):
-            wanted = (len(x), config.top_k)
-            raise ValueError(f"{name} must be (tokens, top_k) = {wanted}, got {array.shape}")
+    check_route_arrays(config, len(x), topk_ids, topk_weights)
     check_weights(config, heap.rank, weights, shared)
 
 
@@ -262,31 +261,13 @@ def backward(
     return Gradients(dx, d_topk_weights, **gradients)
 
 
-def gradient_names(config: MoEConfig) -> tuple[str, ...]:
-    """Names of the weight gradients of a layer."""
-    prefixes = ("", "shared_") if config.shared_intermediate_size else ("",)
-    return tuple(f"{prefix}dw_{part}" for prefix in prefixes for part in WEIGHT_PARTS)
-
-
 def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, Any]:
     """Where the weight gradients go: the caller's buffers, else the workspace's.
 
     Raises: ValueError when a buffer of `main_grad` does not fit.
     """
     config = workspace.config
-    local, inner, hidden = (
-        config.num_local_experts(workspace.heap.rank), config.intermediate_size, config.hidden_size
-    )  # fmt: skip
-    shared = config.shared_intermediate_size
-    inward, outward = (local, inner, hidden), (local, hidden, inner)
-    shapes: dict[str, tuple[int, ...]] = {
-        "dw_gate": inward,
-        "dw_up": inward,
-        "dw_down": outward,
-    }
-    if shared:
-        shapes |= {"shared_dw_gate": (shared, hidden), "shared_dw_up": (shared, hidden)}
-        shapes["shared_dw_down"] = (hidden, shared)
+    shapes = gradient_shapes(config, workspace.heap.rank)
     dtype = np.dtype(np.uint16 if config.grad_dtype == "bf16" else np.float32)
     if main_grad is None:
         return {name: workspace.scratch(name, shape, dtype) for name, shape in shapes.items()}

@@ -155,12 +155,13 @@ def _schedule_buffers(config: MoEConfig, rank: int, sizes: Sizes) -> dict[str, B
     }
 
 
+def _ring_sizes(config: MoEConfig, sizes: Sizes) -> tuple[int, int, int]:
+    """(rows of a ring, I, H)."""
+    return sizes.macro_blocks * ROW_TILE, config.intermediate_size, config.hidden_size
+
+
 def _forward_buffers(config: MoEConfig, sizes: Sizes, training: bool) -> dict[str, Buffer]:
-    ring, inner, hidden = (
-        sizes.macro_blocks * ROW_TILE,
-        config.intermediate_size,
-        config.hidden_size,
-    )
+    ring, inner, hidden = _ring_sizes(config, sizes)
     tokens, shared = sizes.max_tokens, config.shared_intermediate_size
     table = {
         "x_ring": Buffer((ring, hidden), BF16),
@@ -180,11 +181,7 @@ def _forward_buffers(config: MoEConfig, sizes: Sizes, training: bool) -> dict[st
 
 
 def _backward_buffers(config: MoEConfig, sizes: Sizes) -> dict[str, Buffer]:
-    ring, inner, hidden = (
-        sizes.macro_blocks * ROW_TILE,
-        config.intermediate_size,
-        config.hidden_size,
-    )
+    ring, inner, hidden = _ring_sizes(config, sizes)
     tokens, shared = sizes.max_tokens, config.shared_intermediate_size
     table = {
         "dy_ring": Buffer((ring, hidden), BF16),
