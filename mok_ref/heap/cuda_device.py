@@ -50,13 +50,17 @@ def storage_dtype(dtype: Any) -> np.dtype:
     return np.dtype({1: np.uint8, 2: np.uint16}[dtype.itemsize])
 
 
-def array_at(address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> Any:
-    """CuPy array over device memory that `owner` keeps alive."""
+def array_at(address: int, shape: tuple[int, ...], dtype: Any, owner: Any, device: int) -> Any:
+    """CuPy array over device memory that `owner` keeps alive.
+
+    device  the GPU that uses it, and in whose context it is mapped. CuPy would ask where the memory
+            lies, which for a peer's is another GPU, and copy there, where nothing is mapped.
+    """
     import cupy
 
     dtype = np.dtype(dtype)
     num_bytes = max(1, int(np.prod(shape)) * dtype.itemsize)
-    memory = cupy.cuda.UnownedMemory(address, num_bytes, owner)
+    memory = cupy.cuda.UnownedMemory(address, num_bytes, owner, device)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
@@ -96,10 +100,21 @@ class KernelBarrier:
         """Load the kernel into the device, which CuPy otherwise does at the first launch."""
         from mok_ref.gpu.compiler import load_kernel
 
-        self._kernel = load_kernel("support.cu", "rank_barrier")
-        _ = self._kernel.num_regs
+        _ = load_kernel("support.cu", "rank_barrier").num_regs
 
     def launch(self, phase: Any) -> None:
+        import cupy
+
+        from mok_ref.gpu.launch import enqueue
+
         self._status.check_timeout()
         number = phase_number(phase)
-        self._kernel((1,), (self._threads,), (self._params, np.uint32(number)))
+        stream = cupy.cuda.get_current_stream()
+        enqueue(self._params, number, stream, lambda: [self._prepare(number)])
+
+    def _prepare(self, phase: int) -> Any:
+        from mok_ref.gpu.compiler import load_kernel
+        from mok_ref.gpu.launch import Launch
+
+        kernel = load_kernel("support.cu", "rank_barrier")
+        return Launch(kernel, (1,), self._threads, (self._params, np.uint32(phase)))

@@ -83,7 +83,7 @@ class CudaIpcHeap:
 
     def peer(self, rank: int, name: str) -> Any:
         addresses, shape, dtype = self._buffers[name]
-        return array_at(addresses[rank], shape, dtype, self)
+        return array_at(addresses[rank], shape, dtype, self, self.device_index)
 
     def addresses(self, name: str) -> list[int]:
         return list(self._buffers[name][0])

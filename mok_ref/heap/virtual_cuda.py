@@ -8,10 +8,14 @@ for it. So any number of ranks shares a device that runs their kernels in any or
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from mok_ref.heap.cuda_device import DEFAULT_TIMEOUT_S, import_cupy, storage_dtype
 from mok_ref.heap.protocol import HeapError, check_timeout, late_message
+
+BUSY_LOOKS, PAUSE_S = 500, 1e-4
+"""How often a thread looks for the others before it pauses between looks, and how long then."""
 
 
 class VirtualCudaWorld:
@@ -24,7 +28,7 @@ class VirtualCudaWorld:
         cupy = import_cupy()
         self.size = size
         self.device_index = device
-        self.arrival = threading.Barrier(size)
+        self.arrival = threading.Barrier(size)  # broken once a rank has failed
         self.progress: list[tuple[int, str]] = [(0, "the start")] * size  # (epoch, phase) by rank
         self.memory: dict[str, list[Any]] = {}
         self.lock = threading.Lock()
@@ -130,19 +134,26 @@ class VirtualCudaHeap:
             self.free(name)
 
     def _meet(self, phase: Any = 6) -> None:
-        """Meet the other ranks' host threads."""
+        """Meet the other ranks' host threads: look until all of them have come as far.
+
+        They come within microseconds of each other in a step; waking sleeping threads would take
+        longer than the step's kernels do.
+        """
         from mok_ref.gpu.errors import PHASES, MokTimeoutError
 
         world = self._world
         words = PHASES[phase] if isinstance(phase, int) else str(phase)
         epoch = world.progress[self.rank][0] + 1
         world.progress[self.rank] = (epoch, words)
-        try:
-            world.arrival.wait(world.timeout_s)
-        except threading.BrokenBarrierError as error:
-            late = [(r, *seen) for r, seen in enumerate(world.progress) if seen[0] < epoch]
-            cause = f"failed or did not arrive within {world.timeout_s:g} s"
-            raise MokTimeoutError(late_message(self.rank, words, epoch, late, cause)) from error
+        limit, looks = time.monotonic() + world.timeout_s, 0
+        while any(seen[0] < epoch for seen in world.progress):
+            if world.arrival.broken or time.monotonic() > limit:
+                world.arrival.abort()  # releases the other ranks too
+                late = [(r, *seen) for r, seen in enumerate(world.progress) if seen[0] < epoch]
+                cause = f"failed or did not arrive within {world.timeout_s:g} s"
+                raise MokTimeoutError(late_message(self.rank, words, epoch, late, cause))
+            time.sleep(0 if looks < BUSY_LOOKS else PAUSE_S)
+            looks += 1
 
 
 def run_virtual_cuda_ranks(

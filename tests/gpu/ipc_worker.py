@@ -1,7 +1,8 @@
 """One process of tests/gpu/test_ipc_gpu.py: python ipc_worker.py FOLDER RANK SIZE STEP.
 
-Steps: `bits` runs layers and compares this rank's tensors with the NumPy layer; `kill` lets the
-last rank die between two steps; `late` lets it arrive too late.
+Steps: `bits` runs layers and compares this rank's tensors with the NumPy layer; `graph` captures a
+step and replays it with other inputs in place; `kill` lets the last rank die between two steps;
+`late` lets it arrive too late.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from file_comm import FileComm
 
-from gpu.test_layer_gpu import BASE, collect, make_inputs, rank_arguments, rank_dy
+from gpu.test_layer_gpu import BASE, as_host, collect, make_inputs, rank_arguments, rank_dy
 from mok_ref.config import MoEConfig
 from mok_ref.gpu.workspace import DeviceWorkspace
 from mok_ref.heap import run_ranks
@@ -29,6 +30,9 @@ LAYERS = (
     BASE | dict(num_experts=12, shared_intermediate_size=24),
     BASE | dict(num_experts=12, hidden_size=33, intermediate_size=31, row_order="round_robin"),
     BASE | dict(num_experts=12, swiglu_limit=0.5, macrobatch=128, minibatch=128),
+    BASE
+    | dict(num_experts=12, hidden_size=80, intermediate_size=48, dtype="mxfp8")
+    | dict(shared_intermediate_size=24),
 )
 
 
@@ -75,6 +79,45 @@ def bits(heap) -> None:
     heap.close()
 
 
+def graph(heap) -> None:
+    """Forward and backward captured once on every rank, replayed with new tokens and routes."""
+    import cupy
+
+    config = MoEConfig(**LAYERS[0], ep_size=heap.size)
+    counts = (32, 21, 16, 40)[: heap.size]
+    first = make_inputs(config, counts, 1)
+    x, ids, weights, experts, shared = rank_arguments(config, first, heap.rank)
+    x, ids, weights = inputs = [cupy.asarray(as_host(a)) for a in (x, ids, weights)]
+    experts, shared = (
+        type(w)(*(cupy.asarray(as_host(part)) for part in w)) for w in (experts, shared)
+    )
+    dy = cupy.asarray(as_host(rank_dy(first, heap.rank)))
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        workspace = DeviceWorkspace(config, heap, max(counts))
+
+        def run():
+            y, context = moe_forward(config, heap, *inputs, experts, shared, workspace=workspace)
+            return y, moe_backward(context, dy)
+
+        run()
+        heap.check()
+        stream.begin_capture()
+        y, gradients = run()
+        captured = stream.end_capture()
+        for seed in (2, 3, 4):
+            batch = make_inputs(config, counts, seed)
+            batch = batch._replace(experts=first.experts, shared=first.shared)
+            new = (*rank_arguments(config, batch, heap.rank)[:3], rank_dy(batch, heap.rank))
+            for array, values in zip((*inputs, dy), new, strict=True):
+                array.set(as_host(values))
+            captured.launch(stream)
+            heap.check()
+            actual = collect(y, gradients)
+            for name, value in reference(config, batch, heap.rank).items():
+                assert_bitwise_equal(actual[name], value, f"rank {heap.rank} {name}")
+    heap.close()
+
+
 def lose_a_rank(heap, how: str) -> None:
     """The last rank is missing in the second step; the others' error is printed."""
     config = MoEConfig(**LAYERS[0], ep_size=heap.size)
@@ -102,10 +145,12 @@ def lose_a_rank(heap, how: str) -> None:
 
 def main() -> None:
     folder, rank, size, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    timeout_s = 60.0 if what == "bits" else 2.0
+    timeout_s = 60.0 if what in ("bits", "graph") else 2.0
     heap = CudaIpcHeap(FileComm(folder, rank, size), timeout_s=timeout_s)
     if what == "bits":
         bits(heap)
+    elif what == "graph":
+        graph(heap)
     else:
         lose_a_rank(heap, what)
     print("done", flush=True)

@@ -1,0 +1,110 @@
+"""Everything that is measured on several GPUs, one process per GPU:
+
+    mpiexec -n 2 python -m mok_ref.bench.links_run --output docs/results/multi_gpu_h200x2.json
+
+The number of GPUs is the number of processes. Layers are timed on 1, 2, 4, ... ranks up to it;
+with fewer ranks than processes all groups of neighbours work at once and the slowest GPU counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mok_ref.bench.links_layer import LAYER_CASES
+
+
+def group_sizes(size: int) -> list[int]:
+    """Numbers of ranks, largest first: the job's own and the powers of two that divide it."""
+    smaller = [1 << i for i in range(size.bit_length()) if 1 << i < size and size % (1 << i) == 0]
+    return [size, *reversed(smaller)]
+
+
+def new_report(facts: dict[str, Any], size: int) -> dict[str, Any]:
+    """An empty report. Its tables are made by mok_ref/bench/links_page.py."""
+    return {
+        "device": facts | {"gpus": size},
+        "links": [],
+        "links_check": {},
+        "layers": [],
+        "hidden": [],
+        "torch_error": {},
+        "bits": {},
+    }
+
+
+def run(cases: list[str], output: Path | None, parts: set[str], timeout_s: float) -> bool:
+    """Measure on all processes of the job; rank 0 writes after every part. False: a bit differs."""
+    import cupy
+    import torch
+    from mpi4py import MPI
+
+    from mok_ref.bench.gpu import device_facts, torch_stream
+    from mok_ref.bench.links import bench_links
+    from mok_ref.bench.links_layer import bench_layer, check_layer, free_memory
+    from mok_ref.bench.links_peers import NcclAllToAll, torch_groups
+    from mok_ref.gpu.compiler import source_digest
+    from mok_ref.heap.cuda_ipc import CudaIpcHeap
+
+    comm = MPI.COMM_WORLD
+    device = comm.rank % cupy.cuda.runtime.getDeviceCount()
+    torch.cuda.set_device(device)
+    cupy.cuda.Device(device).use()
+    torch.cuda.set_stream(torch.cuda.Stream())
+    torch_stream().use()
+    report = new_report(device_facts() | {"kernels": source_digest()[:12]}, comm.size)
+
+    def slowest(value: float) -> float:
+        return float(comm.allreduce(value, op=MPI.MAX))
+
+    def write() -> None:
+        for bits in ("bits", "links_check"):
+            report[bits] = {k: v for part in comm.allgather(report[bits]) for k, v in part.items()}
+        if output is not None and comm.rank == 0:
+            output.write_text(json.dumps(report, indent=1) + "\n")
+
+    sizes = group_sizes(comm.size)
+    groups = torch_groups(comm, sizes)
+    for size in sizes:
+        mine = comm.Split(comm.rank // size, comm.rank)
+        heap = CudaIpcHeap(mine, device, timeout_s)
+        if "links" in parts and size == comm.size and size > 1:
+            bench_links(heap, slowest, NcclAllToAll(groups[size], size), report)
+            free_memory()
+            write()
+        for name in cases if "layers" in parts else ():
+            bench_layer(LAYER_CASES[name], heap, slowest, groups[size], report)
+            write()
+        heap.close()
+    if "bits" in parts:
+        heap = CudaIpcHeap(comm, device, timeout_s)
+        for name in cases:
+            check_layer(LAYER_CASES[name], heap, report)
+            write()
+        heap.close()
+    torch.distributed.destroy_process_group()
+    found = [*report["bits"].values(), *report["links_check"].values()]
+    return all(bits == "equal" for bits in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--cases", default=",".join(LAYER_CASES), help="Names, with commas.")
+    parser.add_argument("--parts", default="links,layers,bits")
+    parser.add_argument("--timeout", type=float, default=20.0, help="Seconds of any one wait.")
+    options = parser.parse_args()
+    cases, parts = options.cases.split(","), set(options.parts.split(","))
+    if not set(cases) <= set(LAYER_CASES):
+        raise ValueError(f"cases must be of {', '.join(LAYER_CASES)}, got {options.cases!r}")
+    if not parts <= {"links", "layers", "bits"}:
+        raise ValueError(f"parts must be of links, layers, bits, got {options.parts!r}")
+    if not run(cases, options.output, parts, options.timeout):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
