@@ -17,12 +17,12 @@ namespace mok {
 struct ChainTickets {
   const WgradContext& c;
 
-  MOK_DEVICE LocatedTile locate(u32 ticket) const {
-    if (ticket >= static_cast<u32>(c.params.end_tile - c.params.first_tile)) return LocatedTile{};
-    const WgradTile tile = wgrad_tile(c.params, c.params.first_tile + static_cast<i32>(ticket));
+  MOK_DEVICE TileTask locate(u32 ticket) const {
+    if (ticket >= static_cast<u32>(c.params.end_tile - c.params.first_tile)) return TileTask{};
+    const WgradTile tile = wgrad_tile<kTileRows>(c.params, c.params.first_tile + static_cast<i32>(ticket));
     const i32 begin = c.params.accumulate ? kBeginStart : kBeginZero;
     const i32 flags = flags_of(tile.product, begin, kEndFloat32, 0, 0);
-    return LocatedTile{weight_task(c.params, tile, 0, c.params.num_rows, flags), 0};
+    return weight_task<kTileRows>(c.params, tile, 0, 0, c.params.num_rows, flags);
   }
 };
 

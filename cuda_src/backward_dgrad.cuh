@@ -18,6 +18,8 @@
 namespace mok {
 
 constexpr u32 kHalfStage = 2 * kBoxBytes;  // 128 rows of 64 columns
+constexpr u32 kParkedUnit = 16 * kWarpSize;  // four accumulators of every lane of a warp
+static_assert(8 * kParkedUnit <= kStagingBytes, "a chunk of accumulators is parked in the warp's staging buffer");
 
 // Clamp of gate and up (spec eq. 5.1c); sigmoid(limit) apart, because the limit need not be a bf16 value.
 struct SwigluLimit {
@@ -66,7 +68,7 @@ MOK_DEVICE HiddenPair hidden_backward_pair(u32 gate, u32 up, float dhu_low, floa
 // What a thread needs of its two rows (r and r + 8 of the warp's 16).
 struct HiddenRows {
   float weight[2];
-  u32 keep[2];  // all ones for a route, 0 for padding: gate and up of padding are whatever memory held
+  u32 keep[2];  // all ones for a route, 0 for padding: dhu, gate and up of padding are whatever memory held
 };
 
 // Where the block sums of the first row go (the second's lie 8 further); null: none (shared expert).
@@ -75,18 +77,6 @@ struct DotTarget {
   i64 stride;  // between column blocks
 };
 
-// +0 for rows behind `valid` and columns behind `columns`.
-MOK_DEVICE void mask_tile(float (&d)[128], i32 row, i32 valid, i32 column, i32 columns) {
-#pragma unroll
-  for (i32 i = 0; i < 32; ++i) {
-#pragma unroll
-    for (i32 j = 0; j < 4; ++j) {
-      const bool inside = row + (j >> 1) * 8 < valid && column + 8 * i + (j & 1) < columns;
-      if (!inside) d[4 * i + j] = 0.0f;
-    }
-  }
-}
-
 // (S_0 + S_1) + (S_2 + S_3) over the four lanes that share a row.
 MOK_DEVICE void store_block_sum(float s, float* target) {
   s = __fadd_rn(s, __shfl_xor_sync(kFullWarp, s, 1));
@@ -94,34 +84,70 @@ MOK_DEVICE void store_block_sum(float s, float* target) {
   if (threadIdx.x % 4 == 0 && target != nullptr) *target = s;
 }
 
-// The whole epilogue of a hidden tile for one multiplying warp: four stages of 64 columns.
+// Accumulators of one chunk (64 columns) into this thread's own 128 bytes of shared memory, unit by unit.
+MOK_DEVICE void park_chunk(const float (&d)[128], u32 own, i32 chunk) {
+#pragma unroll
+  for (i32 u = 0; u < 8; ++u) {
+    const i32 o = chunk * 32 + u * 4;
+    st_shared_v4(own + u * kParkedUnit, __float_as_uint(d[o]), __float_as_uint(d[o + 1]), __float_as_uint(d[o + 2]),
+                 __float_as_uint(d[o + 3]));
+  }
+}
+
+// The same for any chunk: registers must be named by constants.
+MOK_DEVICE void park_any_chunk(const float (&d)[128], u32 own, i32 chunk) {
+  switch (chunk) {
+    case 0: park_chunk(d, own, 0); break;
+    case 1: park_chunk(d, own, 1); break;
+    case 2: park_chunk(d, own, 2); break;
+    default: park_chunk(d, own, 3); break;
+  }
+}
+
+// Units u and u + 1 (16 columns) of a warp's 16 rows: gate and up at `at` become d_gate and d_up; hw behind them.
+// `columns` of them and of those behind exist, a multiple of 8.
 template <bool kClamp>
-MOK_DEVICE void hidden_epilogue(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 group,
-                                const HiddenRows& rows, const DotTarget& target, const SwigluLimit& clamp) {
+MOK_DEVICE void hidden_units(u32 at, u32 parked, const HiddenRows& rows, i32 columns, const SwigluLimit& clamp,
+                             float (&dot)[2]) {
+  const uint4 first = ld_shared_v4(parked), second = ld_shared_v4(parked + kParkedUnit);
+  const u32 dhu[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+  u32 gate[4], up[4];
+  ldmatrix_x4(at, gate[0], gate[1], gate[2], gate[3]);
+  ldmatrix_x4(at + kHalfStage, up[0], up[1], up[2], up[3]);
+  HiddenPair pair[4];
+#pragma unroll
+  for (i32 j = 0; j < 4; ++j) {
+    const u32 keep = columns > 8 * (j >> 1) ? rows.keep[j & 1] : 0;
+    pair[j] = hidden_backward_pair<kClamp>(gate[j] & keep, up[j] & keep, __uint_as_float(dhu[2 * j] & keep),
+                                           __uint_as_float(dhu[2 * j + 1] & keep), rows.weight[j & 1], clamp,
+                                           dot[j & 1]);
+  }
+  stmatrix_x4(at, pair[0].d_gate, pair[1].d_gate, pair[2].d_gate, pair[3].d_gate);
+  stmatrix_x4(at + kHalfStage, pair[0].d_up, pair[1].d_up, pair[2].d_up, pair[3].d_up);
+  stmatrix_x4(at + 2 * kHalfStage, pair[0].hw, pair[1].hw, pair[2].hw, pair[3].hw);
+}
+
+// The whole epilogue of a hidden tile for one multiplying warp: four stages of 64 columns. The units of a stage are a
+// loop that stays one, over accumulators parked in shared memory: unrolled, the epilogue has 90 KB of code, and its
+// warps spend three quarters of their time waiting for instructions.
+template <bool kClamp>
+MOK_DEVICE void hidden_epilogue(const float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 group,
+                                const HiddenRows& rows, i32 columns, const DotTarget& target,
+                                const SwigluLimit& clamp) {
   const i32 lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize % 4;
   const i32 fragment_row = warp * 16 + lane % 16;
   const u32 row_offset = group * kBoxBytes + fragment_row * 128;
+  const u32 own = layout.staging(threadIdx.x / kWarpSize - 4) + lane * 16;
   float dot[2] = {0.0f, 0.0f};
 #pragma unroll
   for (i32 chunk = 0; chunk < 4; ++chunk) {
+    park_chunk(d, own, chunk);
     mbarrier_wait(layout.full(cursor.index), cursor.parity);
     const u32 base = layout.tile_a(cursor.index) + row_offset;
-#pragma unroll
+#pragma unroll 1
     for (i32 u = 0; u < 8; u += 2) {
       const u32 at = base + (((u + lane / 16) ^ (fragment_row & 7)) << 4);
-      const i32 o = chunk * 32 + u * 4;
-      u32 gate[4], up[4];
-      ldmatrix_x4(at, gate[0], gate[1], gate[2], gate[3]);
-      ldmatrix_x4(at + kHalfStage, up[0], up[1], up[2], up[3]);
-      HiddenPair pair[4];
-#pragma unroll
-      for (i32 j = 0; j < 4; ++j) {
-        pair[j] = hidden_backward_pair<kClamp>(gate[j] & rows.keep[j & 1], up[j] & rows.keep[j & 1], d[o + 2 * j],
-                                               d[o + 2 * j + 1], rows.weight[j & 1], clamp, dot[j & 1]);
-      }
-      stmatrix_x4(at, pair[0].d_gate, pair[1].d_gate, pair[2].d_gate, pair[3].d_gate);
-      stmatrix_x4(at + kHalfStage, pair[0].d_up, pair[1].d_up, pair[2].d_up, pair[3].d_up);
-      stmatrix_x4(at + 2 * kHalfStage, pair[0].hw, pair[1].hw, pair[2].hw, pair[3].hw);
+      hidden_units<kClamp>(at, own + u * kParkedUnit, rows, columns - 64 * chunk - 8 * u, clamp, dot);
     }
     // Before the arrival: the storing warp's release of hidden_ready covers these sums too.
     if (chunk & 1) {

@@ -54,6 +54,7 @@ struct DgradCounters {
 
   MOK_DEVICE u32* tile_ticket() const { return base; }
   MOK_DEVICE u32* pull_ticket() const { return base + 32; }
+  MOK_DEVICE u32* first_pull_ticket() const { return base + 48; }
   MOK_DEVICE u32* dy_ready(i32 block) const { return base + 64 + block; }
   MOK_DEVICE u32* x_ready(i32 block) const { return base + 64 + macro_blocks + block; }
   MOK_DEVICE u32* again_ready(i32 block) const { return base + 64 + 2 * macro_blocks + block; }
@@ -70,6 +71,7 @@ constexpr i32 kWgradProducts = 4;
 struct WgradMaps {
   TensorMap rows_out[kWgradProducts];  // A, MN-major, [rows, M]: dy, d_gate, d_up (, d_logits)
   TensorMap rows_in[kWgradProducts];   // B, MN-major, [rows, N]: hw, x, x (, x)
+  TensorMap gradient[kWgradProducts];  // [experts, M, N] of `gradient_type`, stored: 16 rows of 128 bytes
 };
 
 enum GradientType : i32 { kFloat32Gradient = 0, kBf16Gradient = 1 };
@@ -90,6 +92,7 @@ struct WgradParams {
   const void* start[kWgradProducts];  // [experts, M, N] where a chain begins
   void* gradient[kWgradProducts];     // [experts, M, N] where it ends
   float* straddling[kWgradProducts];  // [2, M, N]: chains that end in a later launch, gradients being bf16
+  i32 bulk_stores;                    // 1: `gradient` maps exist, finished tiles leave through the copy engine
 };
 
 }  // namespace mok

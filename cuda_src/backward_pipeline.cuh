@@ -1,14 +1,15 @@
 // The machine under both backward kernels: a ring of operand tiles in shared memory and a queue of tasks.
 //
-// Executed by: CTAs of 384 threads. Warpgroup 0 helps: warp 0 draws tickets and loads operands by TMA, warp 1
-// (dgrad) stores what the multiplying warps left in the ring and signals other CTAs, warps 2 and 3 (dgrad) pull
-// rows. Warpgroups 1 and 2 multiply: rows 0..63 and 64..127 of a 128 x 256 tile, K in blocks of 64.
+// Executed by: CTAs of 384 threads. Warpgroup 0 helps: warp 0 loads operands by TMA and in dgrad draws tickets, warp 1
+// stores what the multiplying warps left in the ring and signals other CTAs (dgrad) or draws tickets (wgrad), warps 2
+// and 3 pull rows (dgrad). Warpgroups 1 and 2 multiply: rows 0..63 and 64..127 of a 128 x 256 tile, K in blocks of 64.
 // Synchronisation: one mbarrier pair per ring stage (full: bytes of TMA; empty: 8 arrivals) and per slot of the
 // task queue (full: the producer; empty: every warp that reads it). Nothing here waits for another CTA.
 #pragma once
 #include "check.cuh"
 #include "ptx.cuh"
 #include "tensor_core.cuh"
+#include "trace.cuh"
 
 namespace mok {
 
@@ -17,16 +18,22 @@ constexpr i32 kTileRows = 128;          // rows of a tile, 64 per multiplying wa
 constexpr i32 kTileColumns = 256;
 constexpr i32 kDepthBlock = 64;         // K of one ring stage
 constexpr u32 kBoxBytes = 8192;         // 64 x 64 bf16
-constexpr i32 kStages = 4;
+constexpr i32 kStages = kMxfp8 ? 3 : 4;
 constexpr u32 kTileABytes = 2 * kBoxBytes;
 constexpr u32 kTileBBytes = 4 * kBoxBytes;
 constexpr u32 kStageBytes = kTileABytes + kTileBBytes;
 constexpr i32 kTaskSlots = 4;
 constexpr i32 kMathWarps = 8;
 constexpr u32 kStagingBytes = 4096;     // per multiplying warp
+// MXFP8: codes and scales of a k-block arrive in a stage of their own; the multiplying warps expand them into a
+// stage of the ring, which is then full once all of them are through.
+constexpr i32 kCodeStages = kMxfp8 ? 2 : 0;
+constexpr u32 kCodeRows = kTileRows + kTileColumns;  // of 64 codes each, then as many pairs of scales
+constexpr u32 kCodeStageBytes = kCodeRows * (kDepthBlock + 2);
+constexpr u32 kFullArrivals = kMxfp8 ? kMathWarps : 1;
 // Registers per thread of helping and multiplying warps: 128 helpers + 256 math must not pass 64,512 in sum.
 constexpr i32 kHelperRegisters = 88, kMathRegisters = 208;       // dgrad: two warps keep rows in flight
-constexpr i32 kLoaderRegisters = 40, kMathOnlyRegisters = 232;   // wgrad
+constexpr i32 kLoaderRegisters = 72, kMathOnlyRegisters = 216;   // wgrad
 static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subscribed registers hang silently");
 static_assert(128 * kLoaderRegisters + 256 * kMathOnlyRegisters <= 64512, "over-subscribed registers hang silently");
 
@@ -39,7 +46,7 @@ struct alignas(16) TileTask {
   i32 depth;      // K in k-blocks of 64 (dgrad) or groups of 16 (wgrad)
   i32 batch;      // expert
   i32 flags;
-  i32 reserved;
+  i32 ring_row;   // wgrad: where K begins
 };
 
 enum TaskKind : i32 {
@@ -55,9 +62,10 @@ struct SharedLayout {
   u32 base;
 
   static constexpr u32 kStagingOffset = kStages * kStageBytes;
-  static constexpr u32 kTaskOffset = kStagingOffset + kMathWarps * kStagingBytes;
+  static constexpr u32 kCodeOffset = kStagingOffset + kMathWarps * kStagingBytes;
+  static constexpr u32 kTaskOffset = kCodeOffset + kCodeStages * kCodeStageBytes;
   static constexpr u32 kBarrierOffset = kTaskOffset + kTaskSlots * sizeof(TileTask);
-  static constexpr i32 kNumBarriers = 2 * kStages + 2 * kTaskSlots + 4 * 4;
+  static constexpr i32 kNumBarriers = 2 * kStages + 2 * kTaskSlots + 4 * 4 + 2 * kCodeStages;
   static constexpr u32 kBytes = kBarrierOffset + 8 * kNumBarriers;
 
   MOK_DEVICE u32 tile_a(u32 stage) const { return base + stage * kStageBytes; }
@@ -77,6 +85,9 @@ struct SharedLayout {
   MOK_DEVICE u32 tile_done(u32 group, u32 slot) const {
     return barrier(2 * kStages + 2 * kTaskSlots + 8 + group * 4 + slot);
   }
+  MOK_DEVICE u32 code_stage(u32 stage) const { return base + kCodeOffset + stage * kCodeStageBytes; }
+  MOK_DEVICE u32 code_full(u32 stage) const { return barrier(kNumBarriers - 2 * kCodeStages + stage); }
+  MOK_DEVICE u32 code_empty(u32 stage) const { return barrier(kNumBarriers - kCodeStages + stage); }
 };
 
 constexpr u32 kSharedBytes = SharedLayout::kBytes;
@@ -87,7 +98,7 @@ MOK_DEVICE SharedLayout init_pipeline(const void* shared, u32 queue_readers) {
   const SharedLayout layout{shared_address(shared)};
   if (threadIdx.x == 0) {
     for (i32 s = 0; s < kStages; ++s) {
-      mbarrier_init(layout.full(s), 1);
+      mbarrier_init(layout.full(s), kFullArrivals);
       mbarrier_init(layout.empty(s), kMathWarps);
     }
     for (i32 s = 0; s < kTaskSlots; ++s) {
@@ -97,6 +108,10 @@ MOK_DEVICE SharedLayout init_pipeline(const void* shared, u32 queue_readers) {
     for (i32 p = 0; p < 8; ++p) {
       mbarrier_init(layout.piece_full(p >> 2, p & 3), 4);
       mbarrier_init(layout.tile_done(p >> 2, p & 3), 4);
+    }
+    for (i32 s = 0; s < kCodeStages; ++s) {
+      mbarrier_init(layout.code_full(s), 1);
+      mbarrier_init(layout.code_empty(s), kMathWarps);
     }
     fence_mbarrier_init();
   }
@@ -122,23 +137,34 @@ struct RingCursor {
   }
 };
 
-using StageCursor = RingCursor<kStages>;
+// Position in the ring of operands, and in that of their codes if they have any.
+struct StageCursor : RingCursor<kStages> {
+  RingCursor<kMxfp8 ? kCodeStages : 1> codes;
+};
 using TaskCursor = RingCursor<kTaskSlots>;
 
 // ---- task queue ----
 
-// Producer lane: hands `task` to the other warps.
-MOK_DEVICE void publish_task(const SharedLayout& layout, TaskCursor& cursor, const TileTask& task) {
+// Producer lane: waits until the next slot is free.
+template <typename Layout, typename Cursor>
+MOK_DEVICE void wait_task_slot(const Layout& layout, const Cursor& cursor) {
   mbarrier_wait(layout.task_empty(cursor.index), cursor.parity ^ 1);
+}
+
+// Producer lane: hands `task` to the other warps.
+template <typename Cursor>
+MOK_DEVICE void publish_task(const SharedLayout& layout, Cursor& cursor, const TileTask& task) {
+  wait_task_slot(layout, cursor);
   const u32 slot = layout.task(cursor.index);
   st_shared_v4(slot, task.kind, task.block, task.column, task.valid);
-  st_shared_v4(slot + 16, task.depth, task.batch, task.flags, task.reserved);
+  st_shared_v4(slot + 16, task.depth, task.batch, task.flags, task.ring_row);
   mbarrier_arrive(layout.task_full(cursor.index));
   cursor.advance();
 }
 
 // Whole warp: the next task. The warp gives the slot back with `release_task` when it needs it no more.
-MOK_DEVICE TileTask read_task(const SharedLayout& layout, const TaskCursor& cursor) {
+template <typename Layout, typename Cursor>
+MOK_DEVICE TileTask read_task(const Layout& layout, const Cursor& cursor) {
   mbarrier_wait(layout.task_full(cursor.index), cursor.parity);
   const u32 slot = layout.task(cursor.index);
   const uint4 a = ld_shared_v4(slot), b = ld_shared_v4(slot + 16);
@@ -146,7 +172,8 @@ MOK_DEVICE TileTask read_task(const SharedLayout& layout, const TaskCursor& curs
                   static_cast<i32>(b.x), static_cast<i32>(b.y), static_cast<i32>(b.z), static_cast<i32>(b.w)};
 }
 
-MOK_DEVICE void release_task(const SharedLayout& layout, TaskCursor& cursor) {
+template <typename Cursor>
+MOK_DEVICE void release_task(const SharedLayout& layout, Cursor& cursor) {
   __syncwarp();
   if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(layout.task_empty(cursor.index));
   cursor.advance();
@@ -178,6 +205,12 @@ MOK_DEVICE void load_operand(u32 tile, const Operand& operand, i32 k, u32 barrie
   }
 }
 
+// Producer lane: `bytes` for a stage are on their way by TMA, on behalf of everybody who fills stages.
+MOK_DEVICE void announce_stage(u32 full, u32 bytes) {
+  if constexpr (kFullArrivals > 1) mbarrier_arrive_count(full, kFullArrivals - 1);
+  mbarrier_arrive_expect_tx(full, bytes);
+}
+
 // Producer lane: k-blocks first .. end - 1 of A (128 rows) and B (256 columns) into the ring.
 template <Major kMajorA, Major kMajorB>
 MOK_DEVICE void load_product(const SharedLayout& layout, StageCursor& cursor, const Operand& a, const Operand& b,
@@ -185,7 +218,7 @@ MOK_DEVICE void load_product(const SharedLayout& layout, StageCursor& cursor, co
   for (i32 k = first; k < end; ++k) {
     mbarrier_wait(layout.empty(cursor.index), cursor.parity ^ 1);
     const u32 full = layout.full(cursor.index);
-    mbarrier_arrive_expect_tx(full, kStageBytes);
+    announce_stage(full, kStageBytes);
     load_operand<kMajorA, 2>(layout.tile_a(cursor.index), a, k, full);
     load_operand<kMajorB, 4>(layout.tile_b(cursor.index), b, k, full);
     cursor.advance();
@@ -199,7 +232,8 @@ MOK_DEVICE void release_stage(const SharedLayout& layout, u32 stage) {
 }
 
 // Multiplying warp without rows in this tile: passes the stages through.
-MOK_DEVICE void skip_stages(const SharedLayout& layout, StageCursor& cursor, i32 count) {
+template <typename Layout>
+MOK_DEVICE void skip_stages(const Layout& layout, StageCursor& cursor, i32 count) {
   for (i32 k = 0; k < count; ++k) {
     mbarrier_wait(layout.full(cursor.index), cursor.parity);
     __syncwarp();
@@ -208,16 +242,24 @@ MOK_DEVICE void skip_stages(const SharedLayout& layout, StageCursor& cursor, i32
   }
 }
 
+// Nothing to do while products run.
+struct NoShadow {
+  MOK_DEVICE void operator()() const {}
+};
+
 // d = tc(a, b, scale_d ? d : +0) over `depth` >= 1 k-blocks, K ascending, one accumulator per output.
-// Warpgroup `group` takes rows 64 group .. 64 group + 63 of the tile.
-template <Major kMajorA, Major kMajorB>
+// Warpgroup `group` takes rows 64 group .. 64 group + 63 of the tile. `meanwhile` is called once, behind the first
+// k-block's products; it must not touch d.
+template <Major kMajorA, Major kMajorB, typename Meanwhile>
 MOK_DEVICE void multiply(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 depth, i32 group,
-                         i32 scale_d) {
+                         i32 scale_d, Meanwhile&& meanwhile) {
   mbarrier_wait(layout.full(cursor.index), cursor.parity);
+  trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
   wgmma_fence();
   tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index),
                            scale_d);
   wgmma_commit();
+  meanwhile();
   u32 previous = cursor.index;
   cursor.advance();
   for (i32 k = 1; k < depth; ++k) {
@@ -234,24 +276,18 @@ MOK_DEVICE void multiply(float (&d)[128], const SharedLayout& layout, StageCurso
   release_stage(layout, previous);
 }
 
-// Nothing to do while products run.
-struct NoShadow {
-  MOK_DEVICE void operator()() const {}
-};
-
 // The same for K that ends inside the last k-block: `depth` >= 1 groups of 16. A single k-block is taken whole (its
 // rest holds +0); of a later last one only the groups that hold anything, each as a batch of its own: the compiler
 // would otherwise make every product wait for the one before.
-// `shadow` is called once per k-block with products under way; it must not touch d.
-template <Major kMajorA, Major kMajorB, typename Shadow>
-MOK_DEVICE void multiply_groups(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 depth, i32 group,
-                                i32 scale_d, Shadow&& shadow) {
+template <Major kMajorA, Major kMajorB, typename Layout>
+MOK_DEVICE void multiply_groups(float (&d)[128], const Layout& layout, StageCursor& cursor, i32 depth, i32 group,
+                                i32 scale_d) {
   const i32 blocks = (depth + 3) / 4, tail = (depth - 1) & 3;
   mbarrier_wait(layout.full(cursor.index), cursor.parity);
+  trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
   wgmma_fence();
   tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), scale_d);
   wgmma_commit();
-  shadow();
   u32 previous = cursor.index;
   cursor.advance();
   for (i32 k = 2; k < blocks; ++k) {
@@ -259,7 +295,6 @@ MOK_DEVICE void multiply_groups(float (&d)[128], const SharedLayout& layout, Sta
     wgmma_fence();
     tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), 1);
     wgmma_commit();
-    shadow();
     wgmma_wait<1>();
     release_stage(layout, previous);
     previous = cursor.index;

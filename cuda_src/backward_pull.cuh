@@ -4,13 +4,16 @@
 //
 // NumPy twin: mok_ref/dispatch.py: dispatch_forward (the same rows, into another buffer).
 // Executed by: warps 2 and 3 of every CTA, two rows a ticket, rows in ascending order (which alternates over
-// source ranks: consecutive rows of the schedule come from scattered tokens). Padding rows are written up to the
-// next multiple of 64: that is how far the weight gradients read.
+// source ranks: consecutive rows of the schedule come from scattered tokens). The rows of the first row blocks, one
+// tile of theirs per CTA, are pulled by the multiplying warps, which have nothing else to do before that.
+// Padding rows are written up to the next multiple of 64: that is how far the weight gradients read.
 // Reads: peer memory, complete since the barrier before this kernel. Writes: rings; then a release add of the
 // number of rows on dy_ready or x_ready of the row block.
 #pragma once
 #include "backward_schedule.cuh"
+#include "mxfp8_backward_pull.cuh"
 #include "schedule.cuh"
+#include "trace.cuh"
 
 namespace mok {
 
@@ -25,13 +28,16 @@ struct PullPlan {
   i32 blocks;        // row blocks of the macrobatch
   bool with_x;       // x rows too: the ring does not hold them
   bool interleave;   // x rows block by block, because gate and up are made again from them
+  i32 first_blocks;  // row blocks that the multiplying warps pull
 
   MOK_DEVICE u32 tickets() const { return blocks * kPieces * (with_x ? 2 : 1); }
+  MOK_DEVICE u32 first_tickets() const { return first_blocks * kPieces * (with_x && interleave ? 2 : 1); }
 };
 
 MOK_DEVICE PullPlan pull_plan(const LayerParams& layer, const DgradParams& params) {
   const DgradWalk walk = routed_walk(layer, params);
-  return PullPlan{walk.blocks, params.x_in_ring == 0, walk.saved_blocks < walk.blocks};
+  const i32 first = ceil_div(static_cast<i32>(gridDim.x), walk.hidden_columns);
+  return PullPlan{walk.blocks, params.x_in_ring == 0, walk.saved_blocks < walk.blocks, min(walk.blocks, first)};
 }
 
 // Which rows a ticket stands for, and table entries on their way: loaded here, used a piece later.
@@ -61,6 +67,11 @@ MOK_DEVICE PullTicket look_up(const LayerParams& layer, const DgradParams& param
   return t;
 }
 
+// What a row is pulled as, counted in units of two bytes: its bf16 values, or its codes.
+MOK_DEVICE i32 pulled_units(const LayerParams& layer) {
+  return kMxfp8 ? layer.hidden_size / 2 : layer.hidden_size;
+}
+
 // A ticket with its addresses. The same in all lanes.
 struct PullPiece {
   const u16* source[kPieceRows];  // null: padding
@@ -70,16 +81,17 @@ struct PullPiece {
 
 MOK_DEVICE PullPiece pull_piece(const LayerParams& layer, const DgradParams& params, const PullTicket& t) {
   const DgradCounters counters{params.counters, params.macro_blocks};
-  const i64 H = layer.hidden_size;
+  constexpr SymmetricBuffer kDySource = kMxfp8 ? kDyCodes : kDy, kXSource = kMxfp8 ? kXCodes : kX;
+  const i64 units = pulled_units(layer);
   PullPiece piece;
-  piece.target = (t.dy ? params.dy_ring : params.x_ring) + (static_cast<i64>(t.block) * kRowTile + t.row) * H;
+  piece.target = (t.dy ? params.dy_ring : params.x_ring) + (static_cast<i64>(t.block) * kRowTile + t.row) * units;
   piece.ready = t.dy ? counters.dy_ready(t.block) : counters.x_ready(t.block);
   if (t.row >= pulled_rows(t.valid)) piece.ready = nullptr;
 #pragma unroll
   for (i32 i = 0; i < kPieceRows; ++i) {
-    const u64 base = __ldg(layer.peer_table + (t.dy ? kDy : kX) * layer.ep_size + max(t.peer[i], 0));
+    const u64 base = __ldg(layer.peer_table + (t.dy ? kDySource : kXSource) * layer.ep_size + max(t.peer[i], 0));
     piece.source[i] =
-        t.peer[i] < 0 ? nullptr : reinterpret_cast<const u16*>(base) + t.peer_row[i] / layer.top_k * H;
+        t.peer[i] < 0 ? nullptr : reinterpret_cast<const u16*>(base) + t.peer_row[i] / layer.top_k * units;
   }
   return piece;
 }
@@ -118,14 +130,12 @@ MOK_DEVICE void copy_piece(const PullPiece& piece, i32 columns, u32* unsignalled
   }
 }
 
-// All lanes of one pulling warp, to the end of the rows. Tickets are drawn two pieces ahead and looked up one
-// ahead, so that only the rows themselves are waited for.
-MOK_DEVICE void pull_rows(const LayerParams& layer, const DgradParams& params) {
-  const PullPlan plan = pull_plan(layer, params);
-  u32* const ticket_counter = DgradCounters{params.counters, params.macro_blocks}.pull_ticket();
-  const u32 tickets = plan.tickets();
+// All lanes of one pulling warp, tickets `begin` to `tickets`. They are drawn two pieces ahead and looked up one ahead,
+// so that only the rows themselves are waited for.
+MOK_DEVICE void pull_pieces(const LayerParams& layer, const DgradParams& params, const PullPlan& plan,
+                            u32* ticket_counter, u32 begin, u32 tickets) {
   const bool first_lane = threadIdx.x % kWarpSize == 0;
-  auto draw = [&] { return first_lane ? draw_ticket(ticket_counter) : 0; };  // in lane 0 alone, on its way
+  auto draw = [&] { return first_lane ? begin + draw_ticket(ticket_counter) : 0; };  // in lane 0 alone, on its way
   u32 ticket = __shfl_sync(kFullWarp, draw(), 0);
   u32 drawn = draw();
   if (ticket >= tickets) return;
@@ -134,6 +144,10 @@ MOK_DEVICE void pull_rows(const LayerParams& layer, const DgradParams& params) {
   u32 stop = 0;                // abort flag as of the piece before
   while (true) {
     const PullPiece piece = pull_piece(layer, params, found);
+    ScalePiece scales;
+    if constexpr (kMxfp8) {
+      scales = scale_piece(layer, params, found.dy, found.block * kRowTile + found.row, found.peer, found.peer_row);
+    }
     ticket = __shfl_sync(kFullWarp, drawn, 0);
     const bool more = ticket < tickets && stop == 0;
     if (more) {
@@ -142,12 +156,33 @@ MOK_DEVICE void pull_rows(const LayerParams& layer, const DgradParams& params) {
       stop = ld_relaxed_gpu(layer.abort_flag);
     }
     if (piece.ready != nullptr) {
-      copy_piece(piece, layer.hidden_size, unsignalled);
+      trace_task(kTraceWaitRing, found.block, found.row);
+      const auto copy_rows = [&] { copy_piece(piece, pulled_units(layer), unsignalled); };
+      if constexpr (kMxfp8) {
+        copy_scales(scales, layer.hidden_size, params.macro_blocks * kRowTile, copy_rows);
+      } else {
+        copy_rows();
+      }
+      trace_task(kTracePull, found.block, found.row);
       unsignalled = piece.ready;
     }
     if (!more) break;
   }
   signal_piece(unsignalled);
+}
+
+// Pulling warps.
+MOK_DEVICE void pull_rows(const LayerParams& layer, const DgradParams& params) {
+  const PullPlan plan = pull_plan(layer, params);
+  u32* const ticket = DgradCounters{params.counters, params.macro_blocks}.pull_ticket();
+  pull_pieces(layer, params, plan, ticket, plan.first_tickets(), plan.tickets());
+}
+
+// Multiplying warps, before their first tile.
+MOK_DEVICE void pull_first_rows(const LayerParams& layer, const DgradParams& params) {
+  const PullPlan plan = pull_plan(layer, params);
+  u32* const ticket = DgradCounters{params.counters, params.macro_blocks}.first_pull_ticket();
+  pull_pieces(layer, params, plan, ticket, 0, plan.first_tickets());
 }
 
 }  // namespace mok

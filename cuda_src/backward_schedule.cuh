@@ -3,7 +3,8 @@
 // Tickets walk first the shared expert's row blocks, then those of the macrobatch, in steps of one minibatch:
 //   step s:  gate and up of minibatch s (where they are made again), dhu of minibatch s - 1, dx of minibatch s - 2
 // so that every tile depends on smaller tickets only, and those were drawn about a minibatch ago. Inside a
-// minibatch tiles go column by column over its row blocks: row blocks of one expert share the weight tile.
+// minibatch tiles go by groups of row blocks, column by column over the group: row blocks of one expert share the
+// weight tile.
 // Executed by: the producer warp of every CTA. Tickets ascend, so a cursor moves over the steps.
 #pragma once
 #include "backward_params.cuh"
@@ -13,10 +14,15 @@ namespace mok {
 
 MOK_DEVICE i32 ceil_div(i32 value, i32 unit) { return (value + unit - 1) / unit; }
 
+// Row blocks whose tiles are walked together, column by column: with 16 of them the tiles under way on 132 SMs share
+// about as many rows as columns, and rows do not leave the L2 before their last column has been made.
+constexpr i32 kBlockGroup = 16;
+
 struct DgradTile {
   i32 kind;      // TaskKind, kTaskEnd past the last one
   i32 block;     // row block of the macrobatch, or of the shared expert's tokens
   i32 column;    // column tile; gate/up: the gate's, then the up's
+  bool made_again;  // gate and up of its minibatch are
 };
 
 struct DgradWalk {
@@ -28,7 +34,8 @@ struct DgradWalk {
   i32 step;            // cursor: this step begins at ticket `first`
   u32 first;
 
-  MOK_DEVICE i32 num_steps() const { return blocks == 0 ? 0 : ceil_div(blocks, mini_blocks) + 2; }
+  // The last step is the one that makes dx of the last minibatch.
+  MOK_DEVICE bool has_step() const { return (step - 2) * mini_blocks < blocks; }
 
   MOK_DEVICE i32 blocks_of(i32 minibatch) const {
     const i32 left = minibatch < 0 ? 0 : blocks - minibatch * mini_blocks;
@@ -38,7 +45,6 @@ struct DgradWalk {
   MOK_DEVICE bool made_again(i32 minibatch) const {
     return min((minibatch + 1) * mini_blocks, blocks) > saved_blocks;
   }
-  MOK_DEVICE bool block_made_again(i32 block) const { return made_again(block / mini_blocks); }
 
   MOK_DEVICE u32 gate_up_tiles() const { return made_again(step) ? 2 * hidden_columns * blocks_of(step) : 0; }
   MOK_DEVICE u32 hidden_tiles() const { return hidden_columns * blocks_of(step - 1); }
@@ -46,7 +52,7 @@ struct DgradWalk {
 
   // Moves to the step that holds `ticket`; false when the ticket lies behind this walk.
   MOK_DEVICE bool seek(u32 ticket) {
-    for (; step < num_steps(); ++step) {
+    for (; has_step(); ++step) {
       const u32 tiles = gate_up_tiles() + hidden_tiles() + input_tiles();
       if (ticket - first < tiles) return true;
       first += tiles;
@@ -57,7 +63,7 @@ struct DgradWalk {
   // The tile of a ticket inside the current step.
   MOK_DEVICE DgradTile tile(u32 ticket) const {
     u32 index = ticket - first;
-    DgradTile result{kTaskGateUp, 0, 0};
+    DgradTile result{kTaskGateUp, 0, 0, false};
     i32 minibatch = step;
     if (index >= gate_up_tiles()) {
       index -= gate_up_tiles();
@@ -69,9 +75,14 @@ struct DgradWalk {
         minibatch = step - 2;
       }
     }
-    const i32 blocks_here = blocks_of(minibatch);
-    result.column = static_cast<i32>(index) / blocks_here;
-    result.block = minibatch * mini_blocks + static_cast<i32>(index) % blocks_here;
+    const i32 columns = result.kind == kTaskGateUp ? 2 * hidden_columns
+                        : result.kind == kTaskHidden ? hidden_columns : input_columns;
+    const i32 group = static_cast<i32>(index) / (kBlockGroup * columns);
+    const i32 inside = static_cast<i32>(index) - group * kBlockGroup * columns;
+    const i32 blocks_here = min(kBlockGroup, blocks_of(minibatch) - group * kBlockGroup);
+    result.column = blocks_here == kBlockGroup ? inside / kBlockGroup : inside / blocks_here;
+    result.block = minibatch * mini_blocks + group * kBlockGroup + inside - result.column * blocks_here;
+    result.made_again = made_again(minibatch);
     return result;
   }
 };

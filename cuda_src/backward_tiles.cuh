@@ -9,6 +9,7 @@
 // a group of zero products changes no accumulator.
 #pragma once
 #include "backward_dgrad.cuh"
+#include "mxfp8_backward_dgrad.cuh"
 
 namespace mok {
 
@@ -54,9 +55,10 @@ MOK_DEVICE TileTask dgrad_task(const DgradContext& c, DgradWalk& walk, bool& sha
   task.kind = tile.kind;
   task.block = tile.block;
   task.column = tile.column * kTileColumns;
-  task.valid = shared ? min(kRowTile, c.layer.num_tokens - tile.block * kRowTile) : c.layer.row_block_valid[row_block];
-  task.batch = shared ? 0 : c.layer.row_block_expert[row_block];
-  task.flags = (shared ? kSharedTile : 0) | (walk.block_made_again(tile.block) ? kMadeAgain : 0);
+  task.valid = shared ? min(kRowTile, c.layer.num_tokens - tile.block * kRowTile)
+                      : ld_global_s32(c.layer.row_block_valid + row_block);
+  task.batch = shared ? 0 : ld_global_s32(c.layer.row_block_expert + row_block);
+  task.flags = (shared ? kSharedTile : 0) | (tile.made_again ? kMadeAgain : 0);
   const i32 half = ceil_div(c.intermediate_size(shared), kDepthBlock);
   task.depth = tile.kind == kTaskInput ? 2 * half : ceil_div(c.layer.hidden_size, kDepthBlock);
   return task;
@@ -72,7 +74,7 @@ MOK_DEVICE void load_gate_up(const DgradContext& c, const TileTask& task, StageC
   for (i32 chunk = 0; chunk < 4; ++chunk) {
     mbarrier_wait(c.layout.empty(stage.index), stage.parity ^ 1);
     const u32 full = c.layout.full(stage.index), tile = c.layout.tile_a(stage.index);
-    mbarrier_arrive_expect_tx(full, 2 * kHalfStage);
+    announce_stage(full, 2 * kHalfStage);
     tma_load_3d(tile, gate, task.column + chunk * kDepthBlock, row, 0, full);
     tma_load_3d(tile + kHalfStage, up, task.column + chunk * kDepthBlock, row, 0, full);
     stage.advance();
@@ -131,13 +133,24 @@ MOK_DEVICE Product product_of(const DgradContext& c, const TileTask& task, i32 h
       Operand{gate ? &maps.w_gate_rows : &maps.w_up_rows, 0, task.column - (gate ? 0 : columns), task.batch, true}};
 }
 
-// K-blocks first .. end - 1 of one product.
+// K-blocks first .. end - 1 of one product. MXFP8: the shared expert has a launch of its own, and in its place
+// DgradMaps holds the maps of the scales.
+template <Major kMajorB>
+MOK_DEVICE void load_blocks(const DgradContext& c, const Product& product, i32 first, i32 end, StageCursor& stage) {
+  constexpr i32 kScaleMaps = sizeof(DgradOperands) / sizeof(TensorMap);
+  if constexpr (kMxfp8) {
+    load_coded_product<Major::kK, kMajorB, true>(c.layout, stage, product.a, product.b, kScaleMaps, first, end);
+  } else {
+    load_product<Major::kK, kMajorB>(c.layout, stage, product.a, product.b, first, end);
+  }
+}
+
 MOK_DEVICE void load_dgrad_product(const DgradContext& c, const TileTask& task, const Product& product, i32 first,
                                    i32 end, StageCursor& stage) {
   if (task.kind == kTaskGateUp) {
-    load_product<Major::kK, Major::kK>(c.layout, stage, product.a, product.b, first, end);
+    load_blocks<Major::kK>(c, product, first, end, stage);
   } else {
-    load_product<Major::kK, Major::kMN>(c.layout, stage, product.a, product.b, first, end);
+    load_blocks<Major::kMN>(c, product, first, end, stage);
   }
 }
 
@@ -158,8 +171,11 @@ MOK_DEVICE void load_rest(const DgradContext& c, const TileTask& task, i32 ahead
   }
 }
 
+constexpr i32 kLookUpBlocks = 4;  // k-blocks between locating the next tile and asking for its dependency
+
 // Producer lane. While the first stages of a tile are on their way, the next tile is located and asked for its
-// dependency, so that no look-up stands between two tiles.
+// dependency, so that no look-up stands between two tiles. Not both at once: the ring holds four k-blocks, and each
+// look-up takes the time of one or two.
 MOK_DEVICE void produce_dgrad(const DgradContext& c) {
   StageCursor stage;
   TaskCursor queue;
@@ -175,15 +191,21 @@ MOK_DEVICE void produce_dgrad(const DgradContext& c) {
     if (!ready) {
       const Dependency dependency = dependency_of(c, task);
       if (dependency.ready != nullptr) wait_for(c, dependency, task.block);
+      trace_task(kTraceWaitRows, task.block, task.column);
     }
     fence_proxy_async_global();
-    const i32 depth = task.kind == kTaskInput ? task.depth / 2 : task.depth, ahead = min(depth, kStages);
-    load_dgrad_product(c, task, product_of(c, task, 0), 0, ahead, stage);
+    const i32 depth = task.kind == kTaskInput ? task.depth / 2 : task.depth;
+    const i32 ahead = min(depth, kStages), later = min(depth, kStages + kLookUpBlocks);
+    const Product product = product_of(c, task, 0);
+    load_dgrad_product(c, task, product, 0, ahead, stage);
     TileTask next = dgrad_task(c, walk, shared, ticket);
+    const u32 stop = ld_relaxed_gpu(c.layer.abort_flag);
     ticket = draw_ticket(tickets);
+    load_dgrad_product(c, task, product, ahead, later, stage);
     ready = next.kind != kTaskEnd && is_ready(dependency_of(c, next));
-    if (aborted(c.layer.abort_flag)) next.kind = kTaskEnd;
-    load_rest(c, task, ahead, stage);
+    if (stop != 0) next.kind = kTaskEnd;
+    load_rest(c, task, later, stage);
+    trace_task(kTraceLoad, task.block, task.column);
     task = next;
   }
   publish_task(c.layout, queue, TileTask{});
@@ -202,8 +224,10 @@ MOK_DEVICE void store_hidden(const DgradContext& c, const TileTask& task, StageC
       if (lane == 0) {
         const u32 tile = c.layout.tile_a(stage.index) + group * kBoxBytes;
         const i32 column = task.column + chunk * kDepthBlock, row = task.block * kRowTile + group * 64;
-        tma_store_3d(&maps.d_gate_out, tile, column, row, 0);
-        tma_store_3d(&maps.d_up_out, tile + kHalfStage, column, row, 0);
+        if constexpr (!kMxfp8) {  // codes left from registers
+          tma_store_3d(&maps.d_gate_out, tile, column, row, 0);
+          tma_store_3d(&maps.d_up_out, tile + kHalfStage, column, row, 0);
+        }
         tma_store_3d(&maps.hw_out, tile + 2 * kHalfStage, column, row, 0);
         bulk_commit_group();
       }
@@ -247,6 +271,7 @@ MOK_DEVICE void store_dgrad(const DgradContext& c) {
     const TileTask task = read_task(c.layout, queue);
     if (task.kind == kTaskEnd) return;
     stage.skip(task.depth);
+    trace_task(kTraceWaitTile, task.block, task.column);
     if (task.kind == kTaskHidden) {
       store_hidden(c, task, stage, turns);
     } else if (task.kind == kTaskGateUp) {
@@ -254,6 +279,7 @@ MOK_DEVICE void store_dgrad(const DgradContext& c) {
     } else if (task.column == 0 && !(task.flags & kSharedTile)) {
       finish_d_weights(c, task);
     }
+    trace_task(kTraceStore, task.block, task.column);
     release_task(c.layout, queue);
   }
 }
@@ -282,15 +308,27 @@ MOK_DEVICE DotTarget dot_target(const DgradContext& c, const TileTask& task) {
   return DotTarget{c.params.dot_partial + task.column / kDotBlock * ring_rows + ring_row, ring_rows};
 }
 
+// MXFP8: where this thread's two rows of codes and scales go.
+MOK_DEVICE GradientTarget gradient_target(const DgradContext& c, const TileTask& task) {
+  const MxfpDgradParams& own = mxfp_params(c.params);
+  const i32 I = c.layer.intermediate_size;
+  const i64 ring_rows = static_cast<i64>(c.params.macro_blocks) * kRowTile;
+  const i64 row = static_cast<i64>(task.block) * kRowTile + first_row_of_warp() + threadIdx.x % kWarpSize / 4;
+  const i64 codes = row * I + task.column, scales = task.column / 64 * ring_rows + row;
+  return GradientTarget{own.d_gate + codes, own.d_up + codes, own.d_gate_scales + scales, own.d_up_scales + scales,
+                        I, I - task.column, ring_rows, own.scale_rule};
+}
+
 template <bool kClamp>
 MOK_DEVICE void finish_hidden(float (&d)[128], const DgradContext& c, const TileTask& task, const HiddenRows& rows,
                               StageCursor& stage, i32 group, const SwigluLimit& clamp) {
-  const i32 lane = threadIdx.x % kWarpSize, row = first_row_of_warp() + lane / 4;
-  const i32 I = c.intermediate_size(task.flags & kSharedTile);
-  if (task.valid < group * 64 + 64 || task.column + kTileColumns > I) {
-    mask_tile(d, row, task.valid, task.column + 2 * (lane % 4), I);
+  const i32 columns = c.intermediate_size(task.flags & kSharedTile) - task.column;
+  if constexpr (kMxfp8) {
+    quantised_hidden_epilogue<kClamp>(d, c.layout, stage, group, rows, dot_target(c, task), clamp,
+                                      gradient_target(c, task));
+  } else {
+    hidden_epilogue<kClamp>(d, c.layout, stage, group, rows, columns, dot_target(c, task), clamp);
   }
-  hidden_epilogue<kClamp>(d, c.layout, stage, group, rows, dot_target(c, task), clamp);
 }
 
 // Where the rows of a gate/up or dx tile go.
@@ -317,6 +355,28 @@ MOK_DEVICE void finish_rows(const float (&d)[128], const DgradContext& c, const 
              task.column - (up ? hidden_columns : 0), input ? c.layer.hidden_size : I);
 }
 
+// d = tc(a, b) of a tile.
+template <Major kMajorB, typename Meanwhile>
+MOK_DEVICE void multiply_tile(float (&d)[128], const DgradContext& c, const TileTask& task, StageCursor& stage,
+                              i32 group, Meanwhile&& meanwhile) {
+  if constexpr (kMxfp8) {
+    meanwhile();
+    multiply_codes<Major::kK, kMajorB>(d, c.layout, stage, 4 * task.depth, group, 0, kCodeRows, NoShadow{});
+  } else {
+    multiply<Major::kK, kMajorB>(d, c.layout, stage, task.depth, group, 0, meanwhile);
+  }
+}
+
+// A warpgroup without rows in the tile.
+MOK_DEVICE void pass_tile(const DgradContext& c, const TileTask& task, StageCursor& stage) {
+  if constexpr (kMxfp8) {
+    expand_only(c.layout, stage, task.depth, kCodeRows);
+  } else {
+    skip_stages(c.layout, stage, task.depth);
+  }
+  if (task.kind == kTaskHidden) skip_stages(c.layout, stage, 4);
+}
+
 template <bool kClamp>
 MOK_DEVICE void multiply_dgrad(const DgradContext& c, i32 group) {
   StageCursor stage;
@@ -329,23 +389,29 @@ MOK_DEVICE void multiply_dgrad(const DgradContext& c, i32 group) {
     const u32 done = c.layout.tile_done(group, queue.index);
     release_task(c.layout, queue);
     if (task.valid <= 64 * group) {
-      skip_stages(c.layout, stage, task.depth + (task.kind == kTaskHidden ? 4 : 0));
+      pass_tile(c, task, stage);
     } else {
       float d[128];
       if (task.kind == kTaskHidden) {
         const HiddenRows rows = hidden_rows(c, task);
-        multiply<Major::kK, Major::kMN>(d, c.layout, stage, task.depth, group, 0);
+        multiply_tile<Major::kMN>(d, c, task, stage, group, NoShadow{});
+        trace_task<4 * kWarpSize>(kTraceHidden, task.block, task.column);
         finish_hidden<kClamp>(d, c, task, rows, stage, group, clamp);
       } else {
         RowOwners owners{};
         if (task.kind == kTaskInput) {
-          if (!(task.flags & kSharedTile)) owners = row_owners(c.layer, c.first_block() + task.block);
-          multiply<Major::kK, Major::kMN>(d, c.layout, stage, task.depth, group, 0);
+          const bool routed = !(task.flags & kSharedTile);
+          if (routed) owners = row_owners(c.layer, c.first_block() + task.block);
+          multiply_tile<Major::kMN>(d, c, task, stage, group, [&] {
+            if (routed) owners.find_bases(c.layer);
+          });
         } else {
-          multiply<Major::kK, Major::kK>(d, c.layout, stage, task.depth, group, 0);
+          multiply_tile<Major::kK>(d, c, task, stage, group, NoShadow{});
         }
+        trace_task<4 * kWarpSize>(kTraceAgain - kTaskGateUp + task.kind, task.block, task.column);
         finish_rows(d, c, task, owners);
       }
+      trace_task<4 * kWarpSize>(kTraceStore, task.block, task.column);
     }
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(done);

@@ -4,7 +4,8 @@
 //   over the rows of expert e, ascending, groups of 16 from the segment's start; start = +0 or main_grad
 //
 // NumPy twin: mok_ref/experts.py: weight_gradient.
-// Executed by: the pipeline of backward_pipeline.cuh, tile 128 x 256, both operands MN-major. One launch covers one
+// Executed by: the pipeline of backward_pipeline.cuh, tile 128 x 256, both operands MN-major; warp 0 loads, warp 1
+// finds tiles, the multiplying warps store what they finished through the copy engine. One launch covers one
 // macrobatch. A chain whose expert goes on in the next macrobatch is stored as float32 (in dW itself when that is
 // float32, else in a buffer for straddling chains) and continued there: the bits are those of an unbroken chain.
 // An expert without rows: +0 everywhere, or left alone when gradients accumulate.
@@ -14,6 +15,7 @@
 #pragma once
 #include "backward_dx.cuh"
 #include "backward_schedule.cuh"
+#include "mxfp8_backward_pipeline.cuh"
 
 namespace mok {
 
@@ -30,31 +32,36 @@ MOK_DEVICE i32 end_of(i32 flags) { return flags >> 8 & 15; }
 MOK_DEVICE i32 begin_slot_of(i32 flags) { return flags >> 12 & 1; }
 MOK_DEVICE i32 end_slot_of(i32 flags) { return flags >> 13 & 1; }
 
-constexpr i32 kTileGroup = 16;  // tiles of M walked together for one tile of N
+constexpr i32 kGroupRows = 2048;  // rows of dW whose tiles are walked together for one tile of N
 
 struct WgradTile {
   i32 product, row, column;
 };
 
+// How dW is cut: tiles of kRows x kTileColumns.
+template <i32 kRows>
 MOK_DEVICE i32 product_tiles(const WgradParams& params, i32 product) {
-  return ceil_div(params.rows[product], kTileRows) * ceil_div(params.columns[product], kTileColumns);
+  return ceil_div(params.rows[product], kRows) * ceil_div(params.columns[product], kTileColumns);
 }
 
+template <i32 kRows>
 MOK_DEVICE i32 tiles_per_expert(const WgradParams& params) {
   i32 tiles = 0;
-  for (i32 p = 0; p < params.num_products; ++p) tiles += product_tiles(params, p);
+  for (i32 p = 0; p < params.num_products; ++p) tiles += product_tiles<kRows>(params, p);
   return tiles;
 }
 
+template <i32 kRows>
 MOK_DEVICE WgradTile wgrad_tile(const WgradParams& params, i32 index) {
+  constexpr i32 kGroup = kGroupRows / kRows;
   i32 product = 0;
-  while (index >= product_tiles(params, product)) index -= product_tiles(params, product++);
-  const i32 tiles_m = ceil_div(params.rows[product], kTileRows);
+  while (index >= product_tiles<kRows>(params, product)) index -= product_tiles<kRows>(params, product++);
+  const i32 tiles_m = ceil_div(params.rows[product], kRows);
   const i32 tiles_n = ceil_div(params.columns[product], kTileColumns);
-  const i32 group = index / (kTileGroup * tiles_n), inside = index - group * kTileGroup * tiles_n;
-  const i32 group_rows = min(kTileGroup, tiles_m - group * kTileGroup);
-  const i32 m = group * kTileGroup + inside % group_rows, n = inside / group_rows;
-  return WgradTile{product, m * kTileRows, n * kTileColumns};
+  const i32 group = index / (kGroup * tiles_n), inside = index - group * kGroup * tiles_n;
+  const i32 group_rows = min(kGroup, tiles_m - group * kGroup);
+  const i32 m = group * kGroup + inside % group_rows, n = inside / group_rows;
+  return WgradTile{product, m * kRows, n * kTileColumns};
 }
 
 // ---- which experts a macrobatch treats ----
@@ -92,14 +99,16 @@ MOK_DEVICE ExpertRows expert_rows(const LayerParams& layer, const WgradParams& p
                     first < macro_first && end > macro_first, end <= macro_first + macro_rows};
 }
 
-struct WgradContext {
+template <typename Layout>
+struct WgradContextOn {
   const LayerParams& layer;
   const WgradParams& params;
   const WgradMaps& maps;
-  SharedLayout layout;
+  Layout layout;
 };
+using WgradContext = WgradContextOn<SharedLayout>;
 
-// ---- producer ----
+// ---- tasks and operands ----
 
 MOK_DEVICE i32 chain_flags(const WgradParams& params, const ExpertRows& rows, i32 product) {
   const bool in_place = params.gradient_type == kFloat32Gradient;
@@ -110,78 +119,97 @@ MOK_DEVICE i32 chain_flags(const WgradParams& params, const ExpertRows& rows, i3
   return flags_of(product, begin, end, params.macro_index & 1, (params.macro_index + 1) & 1);
 }
 
-// A tile to make and the ring row where its K begins.
-struct LocatedTile {
-  TileTask task;
-  i32 ring_row;
-};
+// MXFP8: every product but dW_down has codes on both sides; hw is bf16.
+MOK_DEVICE bool is_all_codes(i32 product) { return product != 0; }
 
-// K-blocks first .. end - 1 of one tile: rows of both matrices along K.
-MOK_DEVICE void load_wgrad_tile(const WgradContext& c, const LocatedTile& tile, i32 first, i32 end,
-                                StageCursor& stage) {
-  const i32 product = product_of(tile.task.flags);
-  load_product<Major::kMN, Major::kMN>(c.layout, stage,
-                                       Operand{&c.maps.rows_out[product], tile.task.block, tile.ring_row, 0,
-                                               c.params.rows[product] % 64 == 0},
-                                       Operand{&c.maps.rows_in[product], tile.task.column, tile.ring_row, 0,
-                                               c.params.columns[product] % 64 == 0},
-                                       first, end);
+MOK_DEVICE i32 depth_blocks(const TileTask& task) { return ceil_div(task.depth, kDepthBlock / kChainStep); }
+
+// One tile: rows of both matrices along K.
+MOK_DEVICE void load_wgrad_tile(const WgradContext& c, const TileTask& task, StageCursor& stage) {
+  constexpr Major kMN = Major::kMN;
+  constexpr i32 kScaleMaps = sizeof(WgradMaps) / sizeof(TensorMap);  // MXFP8: a second WgradMaps, of the scales
+  const i32 product = product_of(task.flags), blocks = depth_blocks(task);
+  const Operand a{&c.maps.rows_out[product], task.block, task.ring_row, 0, c.params.rows[product] % 64 == 0};
+  const Operand b{&c.maps.rows_in[product], task.column, task.ring_row, 0, c.params.columns[product] % 64 == 0};
+  if constexpr (!kMxfp8) {
+    load_product<kMN, kMN>(c.layout, stage, a, b, 0, blocks);
+  } else if (is_all_codes(product)) {
+    load_coded_product<kMN, kMN, true>(c.layout, stage, a, b, kScaleMaps, 0, blocks);
+  } else {
+    load_coded_product<kMN, kMN, false>(c.layout, stage, a, b, kScaleMaps, 0, blocks);
+  }
 }
 
-MOK_DEVICE TileTask weight_task(const WgradParams& params, const WgradTile& tile, i32 expert, i32 num_rows, i32 flags) {
+template <i32 kRows>
+MOK_DEVICE TileTask weight_task(const WgradParams& params, const WgradTile& tile, i32 expert, i32 ring_row,
+                                i32 num_rows, i32 flags) {
   return TileTask{kTaskWeight,
                   tile.row,
                   tile.column,
-                  min(kTileRows, params.rows[tile.product] - tile.row),
+                  min(kRows, params.rows[tile.product] - tile.row),
                   ceil_div(num_rows, kChainStep),
                   expert,
                   flags,
-                  0};
+                  ring_row};
 }
 
-// Tickets of one wgrad launch over the experts of its macrobatch.
+// Tickets of one wgrad launch over the experts of its macrobatch, tiles of kRows x kTileColumns.
+template <i32 kRows>
 struct ExpertTickets {
-  const WgradContext& c;
+  const LayerParams& layer;
+  const WgradParams& params;
   ExpertRange experts;
   u32 tiles;  // per expert
 
-  MOK_DEVICE explicit ExpertTickets(const WgradContext& context)
-      : c(context), experts(experts_of_macrobatch(c.layer, c.params)), tiles(tiles_per_expert(c.params)) {}
+  MOK_DEVICE ExpertTickets(const LayerParams& layer_params, const WgradParams& wgrad_params)
+      : layer(layer_params),
+        params(wgrad_params),
+        experts(experts_of_macrobatch(layer, params)),
+        tiles(tiles_per_expert<kRows>(params)) {}
 
   // The tile of a ticket, or of the next one that has something to do.
-  MOK_DEVICE LocatedTile locate(u32 ticket) const {
+  MOK_DEVICE TileTask locate(u32 ticket) const {
     const u32 total = (experts.end - experts.first) * tiles;
-    for (; ticket < total; ticket = draw_ticket(c.params.ticket)) {
+    for (; ticket < total; ticket = draw_ticket(params.ticket)) {
       const i32 expert = experts.first + static_cast<i32>(ticket / tiles);
-      const ExpertRows rows = expert_rows(c.layer, c.params, expert);
-      if (rows.count == 0 && c.params.accumulate) continue;
-      const WgradTile tile = wgrad_tile(c.params, static_cast<i32>(ticket % tiles));
-      return LocatedTile{weight_task(c.params, tile, expert, rows.count, chain_flags(c.params, rows, tile.product)),
-                         rows.ring_row};
+      const ExpertRows rows = expert_rows(layer, params, expert);
+      if (rows.count == 0 && params.accumulate) continue;
+      const WgradTile tile = wgrad_tile<kRows>(params, static_cast<i32>(ticket % tiles));
+      const i32 flags = chain_flags(params, rows, tile.product);
+      return weight_task<kRows>(params, tile, expert, rows.ring_row, rows.count, flags);
     }
-    return LocatedTile{};
+    return TileTask{};
   }
 };
 
-// Producer lane. While the first stages of a tile are on their way, the next tile is located, so that no look-up
-// stands between two tiles.
+using WgradTaskCursor = RingCursor<2>;  // slots of the task queue in use
+
+// Warp 1, one lane: finds tiles and hands them to the loading and the multiplying warps. A ticket is drawn when the
+// tile before the last is done with, so that no CTA sits on tiles when the others run out of them.
 template <typename Tickets>
-MOK_DEVICE void produce_weights(const WgradContext& c, const Tickets& tickets) {
+MOK_DEVICE void draw_weights(const WgradContext& c, const Tickets& tickets) {
+  WgradTaskCursor queue;
+  TileTask task;
+  do {
+    wait_task_slot(c.layout, queue);
+    task = tickets.locate(draw_ticket(c.params.ticket));
+    if (aborted(c.layer.abort_flag)) task.kind = kTaskEnd;
+    publish_task(c.layout, queue, task);
+  } while (task.kind != kTaskEnd);
+}
+
+// Warp 0, one lane: K-blocks of all tiles, without a pause between two of them.
+MOK_DEVICE void load_weights(const WgradContext& c) {
   StageCursor stage;
-  TaskCursor queue;
-  LocatedTile tile = tickets.locate(draw_ticket(c.params.ticket));
-  u32 ticket = draw_ticket(c.params.ticket);  // not before: locate may draw on to the end
-  while (tile.task.kind != kTaskEnd) {
-    publish_task(c.layout, queue, tile.task);
-    const i32 blocks = ceil_div(tile.task.depth, kDepthBlock / kChainStep), ahead = min(blocks, kStages);
-    load_wgrad_tile(c, tile, 0, ahead, stage);
-    LocatedTile next = tickets.locate(ticket);
-    ticket = draw_ticket(c.params.ticket);
-    if (aborted(c.layer.abort_flag)) next.task.kind = kTaskEnd;
-    load_wgrad_tile(c, tile, ahead, blocks, stage);
-    tile = next;
+  WgradTaskCursor queue;
+  while (true) {
+    const TileTask task = read_task(c.layout, queue);
+    if (task.kind == kTaskEnd) return;
+    mbarrier_arrive(c.layout.task_empty(queue.index));
+    queue.advance();
+    load_wgrad_tile(c, task, stage);
+    trace_task(kTraceLoad, task.batch, task.column);
   }
-  publish_task(c.layout, queue, TileTask{});
 }
 
 // ---- multiplying warps ----
@@ -205,13 +233,13 @@ MOK_DEVICE void load_pair(const u16* at, float& low, float& high) {
 }
 
 // The accumulators a chain resumes from; +0 outside the matrix.
-template <typename T>
-MOK_DEVICE void load_accumulators(float (&d)[128], const T* matrix, i32 row, i32 column, i32 rows, i32 columns) {
+template <typename T, i32 kCount>
+MOK_DEVICE void load_accumulators(float (&d)[kCount], const T* matrix, i32 row, i32 column, i32 rows, i32 columns) {
 #pragma unroll
   for (i32 j = 0; j < 2; ++j) {
     const T* line = matrix + static_cast<i64>(row + 8 * j) * columns + column;
 #pragma unroll
-    for (i32 i = 0; i < 32; ++i) {
+    for (i32 i = 0; i < kCount / 4; ++i) {
       float low = 0.0f, high = 0.0f;
       if (row + 8 * j < rows && column + 8 * i < columns) load_pair(line + 8 * i, low, high);
       d[4 * i + 2 * j] = low;
@@ -220,63 +248,24 @@ MOK_DEVICE void load_accumulators(float (&d)[128], const T* matrix, i32 row, i32
   }
 }
 
-MOK_DEVICE void begin_chain(float (&d)[128], const WgradContext& c, const TileTask& task) {
+// `row`, `column`: of the warp's first row and column in dW.
+template <i32 kCount>
+MOK_DEVICE void begin_chain(float (&d)[kCount], const WgradParams& params, const TileTask& task, i32 row, i32 column) {
   const i32 lane = threadIdx.x % kWarpSize, product = product_of(task.flags);
-  const i32 row = task.block + (threadIdx.x / kWarpSize - 4) * 16 + lane / 4, column = task.column + 2 * (lane % 4);
-  const i32 rows = c.params.rows[product], columns = c.params.columns[product];
+  const i32 rows = params.rows[product], columns = params.columns[product];
+  row += lane / 4;
+  column += 2 * (lane % 4);
   if (begin_of(task.flags) == kBeginStraddling) {
-    const float* matrix = matrix_of<float>(c.params.straddling[product], begin_slot_of(task.flags), c.params, product);
+    const float* matrix = matrix_of<float>(params.straddling[product], begin_slot_of(task.flags), params, product);
     load_accumulators(d, matrix, row, column, rows, columns);
-  } else if (c.params.start_type == kFloat32Gradient) {
-    load_accumulators(d, matrix_of<float>(c.params.start[product], task.batch, c.params, product), row, column, rows,
+  } else if (params.start_type == kFloat32Gradient) {
+    load_accumulators(d, matrix_of<float>(params.start[product], task.batch, params, product), row, column, rows,
                       columns);
   } else {
-    load_accumulators(d, matrix_of<u16>(c.params.start[product], task.batch, c.params, product), row, column, rows,
+    load_accumulators(d, matrix_of<u16>(params.start[product], task.batch, params, product), row, column, rows,
                       columns);
   }
 }
-
-// A finished bf16 tile that is not stored yet: it waits in registers and leaves 64 columns at a time while the next
-// tile's products run, so that short chains (few rows per expert) do not pay for their stores.
-struct PendingTile {
-  u32 pairs[64];
-  u16* rows;     // first row that this lane stores, at column 0
-  i32 left;      // chunks of 64 columns not stored yet
-  i32 valid;     // rows behind the lane's first that exist: row 4 j is stored if 4 j < valid
-  i32 column, columns;
-
-  template <i32 kChunk>
-  MOK_DEVICE void store(u32 staging) const {
-    TargetRows target;
-#pragma unroll
-    for (i32 j = 0; j < 4; ++j) target.row[j] = 4 * j < valid ? rows + static_cast<i64>(4 * j) * columns : nullptr;
-    store_chunk([&](i32 i) { return pairs[kChunk * 16 + i]; }, staging + (kChunk & 1) * (kStagingBytes / 2), target,
-                column + 64 * kChunk, columns);
-  }
-
-  // Empty. Writing the pairs tells the compiler that they need no registers before this point.
-  MOK_DEVICE void clear() {
-    left = 0;
-#pragma unroll
-    for (i32 i = 0; i < 64; ++i) pairs[i] = 0;
-  }
-
-  MOK_DEVICE void store_all(u32 staging) {
-    while (left > 0) store_next(staging);
-  }
-
-  // The next chunk, if any is left.
-  MOK_DEVICE void store_next(u32 staging) {
-    switch (left) {
-      case 4: store<0>(staging); break;
-      case 3: store<1>(staging); break;
-      case 2: store<2>(staging); break;
-      case 1: store<3>(staging); break;
-      default: return;
-    }
-    --left;
-  }
-};
 
 // First element of an [M, N] matrix of a stack of them.
 template <typename T>
@@ -284,80 +273,100 @@ MOK_DEVICE T* matrix_at(void* base, i64 index, const WgradParams& params, i32 pr
   return static_cast<T*>(base) + index * params.rows[product] * params.columns[product];
 }
 
-// bf16: the one rounding at the end of a chain.
-MOK_DEVICE void keep_bf16(const float (&d)[128], const WgradContext& c, const TileTask& task, PendingTile& pending) {
-  const i32 product = product_of(task.flags), columns = c.params.columns[product];
-  const i32 row = task.block + first_row_of_warp() + threadIdx.x % kWarpSize / 8;
-#pragma unroll
-  for (i32 i = 0; i < 64; ++i) pending.pairs[i] = pack_bf16x2(d[2 * i], d[2 * i + 1]);
-  pending.rows = matrix_at<u16>(c.params.gradient[product], task.batch, c.params, product) +
-                 static_cast<i64>(row) * columns;
-  pending.left = 4;
-  pending.valid = c.params.rows[product] - row;
-  pending.column = task.column;
-  pending.columns = columns;
+// Where a chain ends as float32: in dW itself, or in the buffer of chains that go on.
+MOK_DEVICE float* float32_end(const WgradParams& params, const TileTask& task) {
+  const i32 product = product_of(task.flags);
+  return end_of(task.flags) == kEndStraddling
+             ? matrix_at<float>(params.straddling[product], end_slot_of(task.flags), params, product)
+             : matrix_at<float>(params.gradient[product], task.batch, params, product);
 }
 
-// float32: dW itself, or the buffer of chains that go on.
-MOK_DEVICE void store_float32(const float (&d)[128], const WgradContext& c, const TileTask& task) {
-  const i32 product = product_of(task.flags), rows = c.params.rows[product], columns = c.params.columns[product];
-  const bool goes_on = end_of(task.flags) == kEndStraddling;
-  float* matrix = goes_on ? matrix_at<float>(c.params.straddling[product], end_slot_of(task.flags), c.params, product)
-                          : matrix_at<float>(c.params.gradient[product], task.batch, c.params, product);
-  float* target[4];
+// The four rows of a matrix that a lane stores, `first` being the warp's first of 16; null behind the matrix.
+template <typename T>
+MOK_DEVICE void matrix_rows(T* (&target)[4], T* matrix, i32 first, i32 rows, i32 columns) {
 #pragma unroll
   for (i32 j = 0; j < 4; ++j) {
-    const i32 row = task.block + first_row_of_warp() + 4 * j + threadIdx.x % kWarpSize / 8;
+    const i32 row = first + 4 * j + threadIdx.x % kWarpSize / 8;
     target[j] = row < rows ? matrix + static_cast<i64>(row) * columns : nullptr;
   }
-  store_rows_float32(d, c.layout.staging(threadIdx.x / kWarpSize - 4), target, task.column, columns);
 }
 
-// Accumulators of a tile's chain, over all its k-blocks; `pending` leaves meanwhile.
-MOK_DEVICE void run_chain(float (&d)[128], const WgradContext& c, const TileTask& task, StageCursor& stage, i32 group,
-                          u32 staging, PendingTile& pending) {
+// A finished chain to dW: 64 rows of a warpgroup, `row` the warp's first in dW. bf16: the one rounding at its end.
+template <i32 kCount>
+MOK_DEVICE void end_chain(const float (&d)[kCount], const WgradParams& params, const WgradMaps& maps,
+                          const TileTask& task, u32 staging, i32 row, i32 column) {
+  const i32 product = product_of(task.flags), rows = params.rows[product], columns = params.columns[product];
+  const bool to_bf16 = end_of(task.flags) == kEndBf16;
+  if (params.bulk_stores && end_of(task.flags) != kEndStraddling) {
+    const TensorMap* map = &maps.gradient[product];
+    if (to_bf16) {
+      store_chunks_bulk<kCount / 32, 64>(staging, map, task.batch, row, column,
+                                         [&](i32 chunk, u32 buffer) { stage_bf16(d + chunk * 32, buffer); });
+    } else {
+      store_chunks_bulk<kCount / 16, 32>(staging, map, task.batch, row, column,
+                                         [&](i32 chunk, u32 buffer) { stage_float32(d + chunk * 16, buffer); });
+    }
+    return;
+  }
+  wait_bulk_stores<false>();
+  if (to_bf16) {
+    TargetRows target;
+    matrix_rows(target.row, matrix_at<u16>(params.gradient[product], task.batch, params, product), row, rows, columns);
+    store_rows(d, staging, target, column, columns);
+  } else {
+    float* target[4];
+    matrix_rows(target, float32_end(params, task), row, rows, columns);
+    store_rows_float32(d, staging, target, column, columns);
+  }
+}
+
+// Accumulators of a tile's chain, over all its k-blocks.
+template <typename Layout>
+MOK_DEVICE void run_chain(float (&d)[128], const WgradContextOn<Layout>& c, const TileTask& task, StageCursor& stage,
+                          i32 group) {
   const i32 resumed = begin_of(task.flags) != kBeginZero;
   if (resumed) {
-    pending.store_all(staging);
-    begin_chain(d, c, task);
-    pending.clear();
+    begin_chain(d, c.params, task, task.block + first_row_of_warp(), task.column);
   } else if (task.depth == 0) {
 #pragma unroll
     for (i32 i = 0; i < 128; ++i) d[i] = 0.0f;
   }
-  if (task.depth > 0) {
-    multiply_groups<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed,
-                                            [&] { pending.store_next(staging); });
+  if (task.depth == 0) return;
+  if constexpr (kMxfp8) {
+    const i32 rows = is_all_codes(product_of(task.flags)) ? kCodeRows : kTileRows;
+    multiply_codes<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed, rows, NoShadow{});
+  } else {
+    multiply_groups<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed);
   }
-  pending.store_all(staging);
 }
 
-MOK_DEVICE void multiply_wgrad(const WgradContext& c, i32 group) {
+template <typename Layout>
+MOK_DEVICE void multiply_wgrad(const WgradContextOn<Layout>& c, i32 group) {
   StageCursor stage;
-  TaskCursor queue;
-  PendingTile pending;
-  pending.clear();
-  const u32 staging = c.layout.staging(threadIdx.x / kWarpSize - 4);
+  WgradTaskCursor queue;
   while (true) {
     const TileTask task = read_task(c.layout, queue);
     if (task.kind == kTaskEnd) break;
     if (task.valid <= 64 * group) {
       release_task(c.layout, queue);
-      skip_stages(c.layout, stage, ceil_div(task.depth, kDepthBlock / kChainStep));
+      const i32 blocks = depth_blocks(task);
+      if constexpr (kMxfp8) {
+        expand_only(c.layout, stage, blocks, is_all_codes(product_of(task.flags)) ? kCodeRows : kTileRows);
+      } else {
+        skip_stages(c.layout, stage, blocks);
+      }
       continue;
     }
     float d[128];
-    run_chain(d, c, task, stage, group, staging, pending);
+    run_chain(d, c, task, stage, group);
     const TileTask finished = read_task(c.layout, queue);  // again, rather than in registers all the while
     release_task(c.layout, queue);
-    if (end_of(finished.flags) == kEndBf16) {
-      keep_bf16(d, c, finished, pending);
-    } else {
-      store_float32(d, c, finished);
-      pending.clear();
-    }
+    trace_task<4 * kWarpSize>(kTraceWeight, finished.batch, finished.column);
+    end_chain(d, c.params, c.maps, finished, c.layout.staging(threadIdx.x / kWarpSize - 4),
+              finished.block + first_row_of_warp(), finished.column);
+    trace_task<4 * kWarpSize>(kTraceStore, finished.batch, finished.column);
   }
-  pending.store_all(staging);
+  wait_bulk_stores<true>();
 }
 
 }  // namespace mok

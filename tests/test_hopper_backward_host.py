@@ -11,7 +11,7 @@ import pytest
 
 from mok_ref.config import MoEConfig
 from mok_ref.gpu import compiler, hopper_backward
-from mok_ref.gpu.params import BACKWARD_PARAMS, LAYER_PARAMS, new_params
+from mok_ref.gpu.params import LAYER_PARAMS, new_params
 from mok_ref.gpu.workspace import derive_sizes
 
 
@@ -25,7 +25,7 @@ def compiles(body: str) -> None:
     options = core.ProgramOptions(
         arch="sm_90a", std="c++17", include_path=[str(compiler.cuda_source_dir())]
     )
-    includes = '#include "backward_pipeline.cuh"\n#include "backward_params.cuh"\n'
+    includes = '#include "backward_schedule.cuh"\n'
     core.Program(f"{includes}namespace mok {{ {body} }}", "c++", options).compile("cubin")
 
 
@@ -65,16 +65,18 @@ def test_fields_are_in_the_order_of_the_kernels_structs(struct: str) -> None:
 def test_shared_memory_and_threads_are_what_the_kernels_were_compiled_for() -> None:
     compiles(f"static_assert(kSharedBytes == {hopper_backward.SHARED_BYTES});")
     compiles(f"static_assert(kThreads == {hopper_backward.THREADS});")
+    compiles(f"static_assert(kBlockGroup == {hopper_backward.BLOCK_GROUP});")
 
 
 @pytest.mark.slow
-def test_dgrad_compiles_without_spills(tmp_path, monkeypatch) -> None:
+def test_no_kernel_spills(tmp_path, monkeypatch) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     monkeypatch.setenv("MOK_REF_CACHE", str(tmp_path))
     path = compiler.compile_cubin(hopper_backward.SOURCE)
     usage = {kernel.name: kernel for kernel in compiler.resource_usage(path)}
-    for name in ("moe_dgrad_hopper", "moe_dgrad_clamp_hopper"):
-        assert usage[name].spill_store_bytes == usage[name].spill_load_bytes == 0
+    assert {hopper_backward.WGRAD, hopper_backward.WGRAD_PAIRS, "moe_dgrad_hopper"} < set(usage)
+    for kernel in usage.values():
+        assert kernel.spill_store_bytes == kernel.spill_load_bytes == 0
     assert all(kernel.registers * hopper_backward.THREADS <= 65536 for kernel in usage.values())
 
 
@@ -83,8 +85,10 @@ def encoded(monkeypatch) -> list[tuple[Any, ...]]:
     """Arguments of every tensor map that would be encoded."""
     calls: list[tuple[Any, ...]] = []
 
-    def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> np.ndarray:
-        calls.append((pointer, dims, strides, box))
+    def encode(
+        pointer: int, dims: tuple, strides: tuple, box: tuple, element: str = "BFLOAT16"
+    ) -> np.ndarray:
+        calls.append((dims, strides, box, {"BFLOAT16": 2, "FLOAT32": 4}[element]))
         return np.full(16, len(calls), np.uint64)
 
     monkeypatch.setattr(hopper_backward, "encode_tiled", encode)
@@ -95,10 +99,12 @@ def encoded(monkeypatch) -> list[tuple[Any, ...]]:
 def test_maps_obey_the_copy_engines_rules(columns: int, encoded) -> None:
     hopper_backward.encode_rows(1 << 20, columns, 37, 3)
     hopper_backward.encode_columns(1 << 20, columns, 37, 3)
-    for _, dims, strides, box in encoded:
+    for in_bf16 in (False, True):
+        hopper_backward.encode_gradient(1 << 20, columns, 37, 3, in_bf16)
+    for dims, strides, box, size in encoded:
         assert len(dims) == len(box) == len(strides) + 1
         assert all(stride % 16 == 0 and stride < 1 << 40 for stride in strides)
-        assert box[0] * 2 == 128  # the span of the 128-byte swizzle
+        assert box[0] * size == 128  # the span of the 128-byte swizzle
         assert all(1 <= extent <= 256 for extent in box)
         assert np.prod(dims, dtype=np.int64) == 3 * 37 * columns  # the whole array, nothing else
 
@@ -114,7 +120,25 @@ def test_a_step_keeps_every_cta_at_work(hidden: int, inner: int) -> None:
     layer = new_params(LAYER_PARAMS, hidden_size=hidden, intermediate_size=inner, mini_blocks=1)
     tiles = -(-hidden // 256) + -(-inner // 256)
     blocks = hopper_backward._mini_blocks(layer)
-    assert blocks * tiles >= 6 * 132 > (blocks - 1) * tiles
+    group = hopper_backward.BLOCK_GROUP
+    assert blocks % group == 0 and blocks * tiles >= 6 * 132 > (blocks - group) * tiles
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, in_bf16, in_pairs",
+    [
+        (8192, 128, True, True),  # 512 rows per expert
+        (8192, 16, True, False),  # 4096
+        (8192, 16, False, True),
+        (4096, 4, False, False),  # 8192
+    ],
+)
+def test_experts_with_few_rows_are_made_in_pairs(
+    tokens: int, experts: int, in_bf16: bool, in_pairs: bool
+) -> None:
+    layer = new_params(LAYER_PARAMS, num_tokens=tokens, num_experts=experts, top_k=8, ep_size=1)
+    name = hopper_backward._wgrad_name(layer, {"dw_is_bf16": in_bf16})
+    assert name == (hopper_backward.WGRAD_PAIRS if in_pairs else hopper_backward.WGRAD)
 
 
 def test_launches_cover_the_worst_routing() -> None:
@@ -127,8 +151,3 @@ def test_launches_cover_the_worst_routing() -> None:
     once = derive_sizes(MoEConfig(64, 64, 8, 2, grad_dtype="bf16"), 0, 1000)
     whole = SimpleNamespace(**once._asdict() | {"macro_blocks": once.max_row_blocks})
     assert hopper_backward.extra_buffers(config, whole)["straddling"].shape[1] == 0
-
-
-def test_plan_ignores_what_changes_at_every_call() -> None:
-    assert set(hopper_backward._FORWARD_ONLY) <= set(LAYER_PARAMS.names or ())
-    assert set(hopper_backward._EPILOGUE_ONLY) <= set(BACKWARD_PARAMS.names or ())

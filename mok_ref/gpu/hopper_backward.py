@@ -16,7 +16,8 @@ import numpy as np
 from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.gpu.compiler import load_kernel
 from mok_ref.gpu.hopper import encode_tiled
-from mok_ref.gpu.params import SYMMETRIC_BUFFERS, by_value
+from mok_ref.gpu.launch import Launch, ParamBlock, prepared
+from mok_ref.gpu.params import SYMMETRIC_BUFFERS
 
 SOURCE = "megakernel_backward.cu"
 THREADS = 384
@@ -24,9 +25,22 @@ SHARED_BYTES = 4 * 49152 + 8 * 4096 + 4 * 32 + 8 * 32
 """Dynamic shared memory of a CTA (SharedLayout::kBytes): ring, staging, task queue, barriers."""
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
+WGRAD, WGRAD_PAIRS = "moe_wgrad_hopper", "moe_wgrad_pairs_hopper"
+PAIRS_BELOW_ROWS = {"bf16": 4096, "float32": 8192}
+"""Rows per expert, on average, below which weight gradients are made by pairs of CTAs.
+
+A pair hides the store of a tile behind the other half's products, but reads operands more often
+from shared memory: it pays while the store, twice as long in float32, is a large part of a tile
+(docs/tuning_backward.md).
+"""
+
 TICKET_WORDS = 32  # one counter per 128 bytes
+BLOCK_GROUP = 16  # kBlockGroup: row blocks whose tiles are walked column by column
 CHAIN_PHASE = 5  # kPhaseBarrierChain
 COLLECT_THREADS = 256
+
+BULK_STORES = True
+"""Finished weight gradients leave through the copy engine (else by ordinary stores)."""
 
 _POINTER = np.uint64
 TENSOR_MAP = np.dtype((np.uint64, (16,)))
@@ -62,7 +76,9 @@ DGRAD_PARAMS = np.dtype(
 )
 """Struct DgradParams."""
 
-WGRAD_MAPS = np.dtype([(name, TENSOR_MAP, (NUM_PRODUCTS,)) for name in ("rows_out", "rows_in")])
+WGRAD_MAPS = np.dtype(
+    [(name, TENSOR_MAP, (NUM_PRODUCTS,)) for name in ("rows_out", "rows_in", "gradient")]
+)
 """Struct WgradMaps."""
 
 WGRAD_PARAMS = np.dtype(
@@ -82,15 +98,13 @@ WGRAD_PARAMS = np.dtype(
         ("start", _POINTER, (NUM_PRODUCTS,)),
         ("gradient", _POINTER, (NUM_PRODUCTS,)),
         ("straddling", _POINTER, (NUM_PRODUCTS,)),
+        ("bulk_stores", np.int32),
     ],
     align=True,
 )
 """Struct WgradParams."""
 
 FLOAT32_GRADIENT, BF16_GRADIENT = 0, 1
-
-_FORWARD_ONLY = ("x_in", "ids_in", "weights_in", "y")
-_EPILOGUE_ONLY = ("dy_in", "dx", "d_topk_weights", "router_dx")
 
 
 class ExtraBuffer(NamedTuple):
@@ -171,10 +185,20 @@ def encode_columns(
     return encode_tiled(pointer, dims, (row, 128, matrix), (64, 64, boxes, 1))
 
 
-def _dgrad_maps(layer: Any, back: Any, again: dict[str, int], own: dict[str, int]) -> np.ndarray:
+def encode_gradient(
+    pointer: int, columns: int, rows: int, experts: int, in_bf16: bool
+) -> np.ndarray:
+    """Map of a [experts, rows, columns] weight gradient, stored 16 rows of 128 bytes at a time."""
+    if rows * columns * experts == 0:
+        return np.zeros(16, np.uint64)
+    element, size = ("BFLOAT16", 2) if in_bf16 else ("FLOAT32", 4)
+    strides = (size * columns, size * rows * columns)
+    return encode_tiled(pointer, (columns, rows, experts), strides, (128 // size, 16, 1), element)
+
+
+def _dgrad_maps(layer: Any, back: Any, again: dict[str, int]) -> np.ndarray:
     """DGRAD_MAPS of one rank.
 
-    own    addresses of its symmetric x and dy
     again  addresses of gate and up made again, routed and shared
     """
     ring, tokens = int(layer["macro_blocks"]) * ROW_TILE, int(layer["num_tokens"])
@@ -182,7 +206,7 @@ def _dgrad_maps(layer: Any, back: Any, again: dict[str, int], own: dict[str, int
     routed |= {name: int(layer[name]) for name in ("gate_saved", "up_saved")}
     routed |= {f"{name}_again": again[name] for name in ("gate", "up")}
     routed["x"] = int(layer["x_ring"])
-    shared = {name: own[name] for name in ("dy", "x")}
+    shared = {"dy": int(back["dy_in"]), "x": int(layer["x_in"])}
     shared |= {name: int(back[f"shared_{name}"]) for name in ("d_gate", "d_up")}
     shared["hw"] = int(layer["shared_h"])  # hw = h: the same bits again
     for name in ("gate", "up"):
@@ -222,24 +246,40 @@ def _fill_side(
     side["w_down"] = encode_columns(int(layer[f"{prefix}w_down"]), width, hidden, experts)
 
 
-def _wgrad_maps(layer: Any, back: Any) -> np.ndarray:
+def _wgrad_maps(layer: Any, back: Any, in_boxes: int) -> np.ndarray:
     """WGRAD_MAPS of the routed experts."""
     sizes = (int(layer["hidden_size"]), int(layer["intermediate_size"]))
     names = ("dy_ring", "d_gate_ring", "d_up_ring", "hw_ring")
     pointers = (*(int(back[name]) for name in names), int(layer["x_ring"]))
-    return _product_maps(sizes, int(layer["macro_blocks"]) * ROW_TILE, pointers)
+    maps = _product_maps(sizes, int(layer["macro_blocks"]) * ROW_TILE, pointers, in_boxes)
+    maps["gradient"][0] = gradient_maps(layer, back)
+    return maps
 
 
-def _chain_maps(layer: Any, back: Any, own: dict[str, int]) -> np.ndarray:
+def gradient_maps(layer: Any, back: Any) -> np.ndarray:
+    """The weight gradients of the routed experts as maps to store through, by product."""
+    experts, in_bf16 = int(layer["num_local_experts"]), bool(back["dw_is_bf16"])
+    maps = np.zeros((NUM_PRODUCTS, 16), np.uint64)
+    for product, name, columns, rows in _products(
+        int(layer["hidden_size"]), int(layer["intermediate_size"])
+    ):
+        pointer = int(back[f"dw_{name}"])
+        maps[product] = encode_gradient(pointer, columns, rows, experts, in_bf16)
+    return maps
+
+
+def _chain_maps(layer: Any, back: Any) -> np.ndarray:
     """WGRAD_MAPS of the shared expert: this rank's tokens."""
     sizes = (int(layer["hidden_size"]), int(layer["shared_intermediate_size"]))
     d_gate, d_up = int(back["shared_d_gate"]), int(back["shared_d_up"])
-    pointers = (own["dy"], d_gate, d_up, int(layer["shared_h"]), own["x"])
+    pointers = (int(back["dy_in"]), d_gate, d_up, int(layer["shared_h"]), int(layer["x_in"]))
     return _product_maps(sizes, int(layer["num_tokens"]), pointers)
 
 
-def _product_maps(sizes: tuple[int, int], num_rows: int, pointers: tuple[int, ...]) -> np.ndarray:
-    """Products down, gate, up: A (M columns, two boxes) and B (N columns, four boxes).
+def _product_maps(
+    sizes: tuple[int, int], num_rows: int, pointers: tuple[int, ...], in_boxes: int = 4
+) -> np.ndarray:
+    """Products down, gate, up: A (M columns, two boxes) and B (N columns, `in_boxes`).
 
     sizes (H, I); pointers of dy, d_gate, d_up, hw, x
     """
@@ -249,8 +289,8 @@ def _product_maps(sizes: tuple[int, int], num_rows: int, pointers: tuple[int, ..
     for product, pointer in enumerate((dy, d_gate, d_up)):
         columns = hidden if product == 0 else width
         maps["rows_out"][0, product] = encode_columns(pointer, columns, num_rows, boxes=2)
-    maps["rows_in"][0, 0] = encode_columns(hw, width, num_rows)
-    maps["rows_in"][0, 1] = maps["rows_in"][0, 2] = encode_columns(x, hidden, num_rows)
+    maps["rows_in"][0, 0] = encode_columns(hw, width, num_rows, boxes=in_boxes)
+    maps["rows_in"][0, 1:3] = encode_columns(x, hidden, num_rows, boxes=in_boxes)
     return maps
 
 
@@ -269,62 +309,56 @@ def _products(hidden_size: int, inner: int) -> tuple[tuple[int, str, int, int], 
 def warm_up(workspace: Any) -> None:
     """Compile and load every kernel of a step; on every rank before its first barrier."""
     dgrad = _dgrad_name(workspace.config.swiglu_limit is not None)
-    for name in (dgrad, "moe_wgrad_hopper", "moe_chain_hopper"):
+    for name in (dgrad, WGRAD, WGRAD_PAIRS, "moe_chain_hopper"):
         _ = load_kernel(SOURCE, name, (), SHARED_BYTES).num_regs
     _ = load_kernel(SOURCE, "moe_chain_collect").num_regs
 
 
-def launch_backward(
-    workspace: Any, layer: np.ndarray, back: np.ndarray, stream: Any = None
-) -> None:
+def launch_backward(workspace: Any, layer: ParamBlock, back: ParamBlock, stream: Any) -> None:
     """Everything between the barriers of `moe_backward`; collective if there is a shared expert.
 
     Pushes dx rows and d_topk_weights to their owners and writes all weight gradients.
     layer, back   LAYER_PARAMS and BACKWARD_PARAMS blocks of this call; the x rows of macrobatch 0
                   still lie in the ring as the forward kernel left them
     """
+    import cupy
+
     state = workspace.extra("hopper_backward", lambda: _State(workspace))
-    plan = state.plan(layer, back)
+    plan = prepared(back, "hopper_backward", lambda: state.plan(layer, back))
     counters = state.extra["counters"]
-    counters.data.memset_async(0, counters.nbytes)
-    ctas = _num_multiprocessors()
-    for name, arguments in plan.routed:
-        kernel = load_kernel(SOURCE, name, (), SHARED_BYTES)
-        kernel((ctas,), (THREADS,), arguments, shared_mem=SHARED_BYTES)
+    cupy.cuda.runtime.memsetAsync(counters.data.ptr, 0, counters.nbytes, stream.ptr)
+    for launch in plan.routed:
+        launch(stream)
     if plan.chain:
-        _launch_chain(workspace.heap, plan, ctas)
+        _launch_chain(workspace.heap, plan, stream)
 
 
-def _launch_chain(heap: Any, plan: Plan, ctas: int) -> None:
+def _launch_chain(heap: Any, plan: Plan, stream: Any) -> None:
     """Weight gradients of the shared expert by the ordered chain (spec eq. 6.10).
 
     With R ranks and G groups of tiles, R + G - 1 launches between barriers: in launch p rank r
     continues group p - r. The last rank's accumulators are the result, which every rank fetches.
     """
-    kernel = load_kernel(SOURCE, "moe_chain_hopper", (), SHARED_BYTES)
     groups = len(plan.chain)
     for turn in range(heap.size + groups - 1):
         group = turn - heap.rank
         if 0 <= group < groups:
-            kernel((ctas,), (THREADS,), plan.chain[group], shared_mem=SHARED_BYTES)
+            plan.chain[group](stream)
         if heap.size > 1:
             heap.barrier(CHAIN_PHASE)
-    collect = load_kernel(SOURCE, "moe_chain_collect")
-    collect((4 * ctas,), (COLLECT_THREADS,), plan.collect)
+    plan.collect(stream)
 
 
 class Plan(NamedTuple):
-    """The launches of one set of arrays: arguments ready to be passed."""
+    """The launches of one set of arrays."""
 
-    routed: list[tuple[str, tuple[Any, ...]]]  # kernel, arguments
-    chain: list[tuple[Any, ...]]  # per group of tiles; empty without a shared expert
-    collect: tuple[Any, ...]
+    routed: list[Launch]
+    chain: list[Launch]  # per group of tiles; empty without a shared expert
+    collect: Launch
 
 
 class _State:
-    """What these launches keep with a workspace: extra buffers, tensor maps, parameter blocks."""
-
-    MAX_CACHED = 16
+    """What these launches keep with a workspace: extra buffers and addresses."""
 
     def __init__(self, workspace: Any) -> None:
         import cupy
@@ -335,13 +369,9 @@ class _State:
             name: cupy.empty(buffer.shape, buffer.dtype)
             for name, buffer in extra_buffers(config, sizes).items()
         }
-        names = [name for name in ("x", "dy", "chain") if name in workspace.buffers]
-        self.own = {name: _address(workspace.buffers[name]) for name in names}
-        self.own.setdefault("chain", 0)
         table = workspace.buffers["peer_table"].get()
         self.chain_addresses = [int(address) for address in table[SYMMETRIC_BUFFERS["chain"]]]
         self.again = self._again_addresses(workspace)
-        self._plans: dict[bytes, Plan] = {}
 
     def _again_addresses(self, workspace: Any) -> dict[str, int]:
         """Where gate and up are made again: over the rows that forward kept, if a macrobatch fits.
@@ -357,41 +387,31 @@ class _State:
             addresses[f"shared_{name}"] = 0 if shared is None else _address(shared)
         return addresses
 
-    def plan(self, layer: np.ndarray, back: np.ndarray) -> Plan:
-        """The launches for the arrays named in the blocks, made at their first use."""
-        layer, back = layer.reshape(1).copy(), back.copy()
-        for block, names in ((layer, _FORWARD_ONLY), (back, _EPILOGUE_ONLY)):
-            for name in names:
-                block[name] = 0  # new at every call and of no concern to these kernels
-        key = layer.tobytes() + back.tobytes()
-        found = self._plans.get(key)
-        if found is None:
-            if len(self._plans) >= self.MAX_CACHED:
-                self._plans.pop(next(iter(self._plans)))
-            routed = self._routed_launches(layer, back)
-            shared = int(layer["shared_intermediate_size"][0]) > 0
-            chain = self._chain_launches(layer, back) if shared else []
-            found = self._plans[key] = Plan(routed, chain, self._collect_arguments(layer, back))
-        return found
+    def plan(self, layer: ParamBlock, back: ParamBlock) -> Plan:
+        """The launches for the arrays named in the blocks."""
+        shared = int(layer["shared_intermediate_size"]) > 0
+        chain = self._chain_launches(layer, back) if shared else []
+        return Plan(self._routed_launches(layer, back), chain, self._collect_launch(layer, back))
 
-    def _routed_launches(self, layer: Any, back: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    def _routed_launches(self, layer: Any, back: Any) -> list[Launch]:
         """Per macrobatch dgrad, then wgrad."""
-        dgrad_maps = _dgrad_maps(layer[0], back, self.again, self.own)
-        wgrad_maps = _wgrad_maps(layer[0], back)
-        dgrad = _dgrad_name(bool(layer["has_limit"][0]))
-        launches: list[tuple[str, tuple[Any, ...]]] = []
+        wgrad = _wgrad_name(layer, back)
+        dgrad_maps = _dgrad_maps(layer, back, self.again)
+        wgrad_maps = _wgrad_maps(layer, back, in_boxes=1 if wgrad == WGRAD_PAIRS else 4)
+        dgrad = _dgrad_name(bool(layer["has_limit"]))
+        launches: list[Launch] = []
         for macro in range(num_macrobatches(self.sizes)):
-            params = self._dgrad_params(layer[0], back, macro)
-            launches.append((dgrad, _arguments(layer, params, dgrad_maps)))
-            if layer["num_local_experts"][0]:
-                params = self._wgrad_params(layer[0], back, macro)
-                launches.append(("moe_wgrad_hopper", _arguments(layer, params, wgrad_maps)))
+            params = self._dgrad_params(layer, back, macro)
+            launches.append(_launch(dgrad, layer, params, dgrad_maps))
+            if layer["num_local_experts"]:
+                params = self._wgrad_params(layer, back, macro)
+                launches.append(_launch(wgrad, layer, params, wgrad_maps))
         return launches
 
-    def _chain_launches(self, layer: Any, back: Any) -> list[tuple[Any, ...]]:
+    def _chain_launches(self, layer: Any, back: Any) -> list[Launch]:
         """One launch per group of tiles."""
-        maps = _chain_maps(layer[0], back, self.own)
-        hidden, width = int(layer["hidden_size"][0]), int(layer["shared_intermediate_size"][0])
+        maps = _chain_maps(layer, back)
+        hidden, width = int(layer["hidden_size"]), int(layer["shared_intermediate_size"])
         tiles = sum(
             -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
             for _, _, columns, rows in _products(hidden, width)
@@ -399,16 +419,23 @@ class _State:
         groups = min(len(self.chain_addresses), tiles)
         bounds = [group * tiles // groups for group in range(groups + 1)]
         return [
-            _arguments(layer, self._chain_params(layer[0], back, group, bounds), maps)
+            _launch(
+                "moe_chain_hopper",
+                layer,
+                self._chain_params(layer, back, group, bounds),
+                maps,
+            )
             for group in range(groups)
         ]
 
-    def _collect_arguments(self, layer: Any, back: Any) -> tuple[Any, ...]:
-        words = int(layer["hidden_size"][0]) * int(layer["shared_intermediate_size"][0])
+    def _collect_launch(self, layer: Any, back: Any) -> Launch:
+        words = int(layer["hidden_size"]) * int(layer["shared_intermediate_size"])
         names = ("shared_dw_down", "shared_dw_gate", "shared_dw_up")
         targets = tuple(np.uint64(back[name]) for name in names)
         source = np.uint64(self.chain_addresses[-1])
-        return (source, *targets, np.int64(words), np.int32(back["dw_is_bf16"]))
+        arguments = (source, *targets, np.int64(words), np.int32(back["dw_is_bf16"]))
+        kernel = load_kernel(SOURCE, "moe_chain_collect")
+        return Launch(kernel, (4 * _num_multiprocessors(),), COLLECT_THREADS, arguments)
 
     def _dgrad_params(self, layer: Any, back: Any, macro: int) -> np.ndarray:
         params = np.zeros(1, DGRAD_PARAMS)
@@ -429,7 +456,7 @@ class _State:
         params["macro_index"], params["macro_blocks"] = macro, layer["macro_blocks"]
         params["num_products"], params["accumulate"] = 3, back["dw_accumulate"]
         params["gradient_type"] = params["start_type"] = back["dw_is_bf16"]
-        params["ticket"] = self._ticket(macro)
+        params["ticket"], params["bulk_stores"] = self._ticket(macro), BULK_STORES
         hidden, inner = int(layer["hidden_size"]), int(layer["intermediate_size"])
         for product, name, columns, rows in _products(hidden, inner):
             params["rows"][0, product], params["columns"][0, product] = rows, columns
@@ -451,7 +478,7 @@ class _State:
             offset = 4 * product * hidden * width
             handed = self.chain_addresses[self.rank - 1] + offset
             params["start"][0, product] = back[f"shared_dw_{name}"] if first else handed
-            params["gradient"][0, product] = self.own["chain"] + offset
+            params["gradient"][0, product] = self.chain_addresses[self.rank] + offset
         return params
 
     def _ticket(self, index: int) -> int:
@@ -461,17 +488,25 @@ class _State:
 
 
 def _mini_blocks(layer: Any) -> int:
-    """Row blocks walked together: enough that a step keeps every CTA at work for six tiles.
+    """Row blocks of a step: enough that it keeps every CTA at work for six tiles, in whole groups.
 
     A dx tile waits for the hidden tiles of one step before; tickets are drawn two tiles ahead.
     """
     widths = (int(layer["hidden_size"]), int(layer["intermediate_size"]))
     tiles = sum(-(-width // TILE_COLUMNS) for width in widths)  # of one row block
-    return max(int(layer["mini_blocks"]), -(-6 * 132 // tiles))
+    blocks = max(int(layer["mini_blocks"]), -(-6 * 132 // tiles))
+    return -(-blocks // BLOCK_GROUP) * BLOCK_GROUP
 
 
 def _address(array: Any) -> int:
     return int(array.data.ptr) if array.size else 0
+
+
+def _wgrad_name(layer: Any, back: Any) -> str:
+    """The kernel for this many rows per expert; both have the same bits."""
+    rows = int(layer["num_tokens"]) * int(layer["top_k"]) * int(layer["ep_size"])
+    limit = PAIRS_BELOW_ROWS["bf16" if back["dw_is_bf16"] else "float32"]
+    return WGRAD_PAIRS if rows < limit * int(layer["num_experts"]) else WGRAD
 
 
 def _dgrad_name(has_limit: bool) -> str:
@@ -486,6 +521,9 @@ def _num_multiprocessors() -> int:
     return int(cupy.cuda.runtime.deviceGetAttribute(16, device))  # MultiProcessorCount
 
 
-def _arguments(*blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Kernel arguments by value, copied: a plan outlives the blocks it was made from."""
-    return tuple(by_value(block.copy()) for block in blocks)
+def _launch(name: str, *blocks: np.ndarray) -> Launch:
+    """A persistent kernel: one CTA per multiprocessor, in whole clusters."""
+    kernel = load_kernel(SOURCE, name, (), SHARED_BYTES)
+    ctas = _num_multiprocessors()
+    grid = ctas - ctas % 2 if name == WGRAD_PAIRS else ctas
+    return Launch(kernel, (grid,), THREADS, blocks, SHARED_BYTES)
