@@ -6,7 +6,7 @@
 //   value = code * 2^e, exact in bf16 for the scales above; other bytes: rounded to bf16
 //
 // NumPy twin: mok_ref/mxfp8.py. Format: OCP Microscaling Formats (MX) v1.0.
-// Executed by: one thread per element; a warp holds one block of 32 in `quantize_block`.
+// Executed by: one thread per element; a warp holds one block of 32 in `quantize_block`, eight in `quantize_run`.
 #pragma once
 #include "config.cuh"
 #include "numerics.cuh"
@@ -85,6 +85,40 @@ MOK_DEVICE QuantizedElement quantize_block(u16 element, i32 rule) {
   const u32 amax = __reduce_max_sync(kFullWarp, static_cast<u32>(element & 0x7fffu));
   const u8 scale = scale_byte(amax, rule);
   return QuantizedElement{quantize(element, scale), scale};
+}
+
+// E4M3 codes of two float32, the first one in the low byte, as e4m3_code rounds; NaN becomes kNanCode.
+MOK_DEVICE u32 e4m3_pair(float first, float second) {
+#if __CUDA_ARCH__ >= 890
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  const auto code = [](float value) -> u32 { return value != value ? kNanCode : e4m3_code(value); };
+  return code(first) | code(second) << 8;
+#endif
+}
+
+struct QuantizedRun {
+  u32 codes[2];  // of this lane's eight elements
+  u32 scale;     // byte of the whole block
+};
+
+// Quantises the blocks that a warp holds, eight neighbouring elements (or +0) per lane, four lanes a block. All lanes
+// take part.
+MOK_DEVICE QuantizedRun quantize_run(const uint4& elements, i32 rule) {
+  const u32 pairs[4] = {elements.x, elements.y, elements.z, elements.w};
+  u32 amax = 0;
+#pragma unroll
+  for (i32 i = 0; i < 4; ++i) amax = max(amax, max(pairs[i] & 0x7fffu, pairs[i] >> 16 & 0x7fffu));
+  amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 1));
+  amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 2));
+  const u32 scale = scale_byte(amax, rule);
+  const float inverse = scale == kNanScale ? __uint_as_float(0x7fc00000u) : power_of_two(kScaleBias - scale);
+  const auto codes = [&](u32 pair) {
+    return e4m3_pair(__fmul_rn(bf16_low(pair), inverse), __fmul_rn(bf16_high(pair), inverse));
+  };
+  return QuantizedRun{{codes(pairs[0]) | codes(pairs[1]) << 16, codes(pairs[2]) | codes(pairs[3]) << 16}, scale};
 }
 
 // The bf16 value an element stands for after quantisation; one block per warp.

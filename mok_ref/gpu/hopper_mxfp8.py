@@ -1,0 +1,322 @@
+"""Launch of the forward step on MXFP8 operands: weights quantised, then the routed experts' kernel.
+
+CUDA twin: cuda_src/megakernel_mxfp8.cu (kernel `moe_forward_mxfp8`), mxfp8_tile.cuh,
+mxfp8_experts.cuh; cuda_src/mxfp8.cu: mxfp8_quantize64.
+
+Rings and weights rest as codes and scales. Codes are row-major; scales lie by blocks of 64 columns,
+[ceil(columns / 64)][rows] words of two scale bytes, so that a tile's scales are one copy. The
+shared expert is never quantised: its tiles run in a launch of the bf16 kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.experts import ExpertWeights
+from mok_ref.gpu import hopper, mxfp8
+from mok_ref.gpu.compiler import load_kernel
+from mok_ref.gpu.hopper import TENSOR_MAP, encode_tiled
+from mok_ref.gpu.launch import Launch, ParamBlock, prepared
+from mok_ref.gpu.mxfp8 import SCALE_COLUMNS, prepare_quantize64
+from mok_ref.gpu.params import new_params, set_params
+from mok_ref.gpu.portable import PARTS, SCALE_RULE_CODES
+from mok_ref.gpu.workspace import derive_sizes
+from mok_ref.mxfp8 import dequantize, num_blocks
+from mok_ref.numerics import bf16_to_bits
+
+SOURCE = "megakernel_mxfp8.cu"
+KERNEL = "moe_forward_mxfp8"
+
+BARRIERS = 2 * 4 + 2 * 3 + 2 * 2
+SHARED_BYTES = hopper.SHARED_BYTES + 8 * BARRIERS
+"""Dynamic shared memory of a CTA (kMxfp8SharedBytes)."""
+
+ALIGNMENT = 16
+"""H and I must be multiples of this: rows of codes are strides of tensor maps, in 16 bytes."""
+
+CODE_MAPS = np.dtype(
+    [
+        (name, TENSOR_MAP)
+        for name in (
+            "x_codes",
+            "h_codes",
+            "x_scales",
+            "h_scales",
+            "w_gate_codes",
+            "w_up_codes",
+            "w_down_codes",
+            "w_gate_scales",
+            "w_up_scales",
+            "w_down_scales",
+        )
+    ]
+)
+"""Struct CodeMaps: all maps of one rank, passed to the kernel by value."""
+
+CODE_PARAMS = np.dtype(
+    [
+        ("x_codes", np.uint64),
+        ("x_scales", np.uint64),
+        ("h_codes", np.uint64),
+        ("h_scales", np.uint64),
+        ("weights_are_wide", np.uint64),
+        ("scale_rule", np.int32),
+        ("reserved", np.int32),
+    ],
+    align=True,
+)
+
+
+def supports(hidden_size: int, intermediate_size: int, shared_intermediate_size: int = 0) -> bool:
+    """Whether these widths can go through tensor maps; others take the portable path."""
+    routed = (hidden_size, intermediate_size)
+    return all(width % ALIGNMENT == 0 for width in routed) and hopper.supports(
+        *routed, shared_intermediate_size
+    )
+
+
+def scale_words(columns: int) -> int:
+    """Scale words of a row."""
+    return -(-columns // SCALE_COLUMNS)
+
+
+# --------------------------------------------------------------------------- buffers
+
+
+def ring_buffers(workspace: Any) -> dict[str, Any]:
+    """Codes and scales of the rings of x and h; made once per workspace."""
+    config, rows = workspace.config, workspace.sizes.macro_blocks * ROW_TILE
+    rings = {}
+    for name, width in (("x", config.hidden_size), ("h", config.intermediate_size)):
+        rings[f"{name}_codes"] = workspace.scratch(f"{name}_ring_codes", (rows, width), np.uint8)
+        rings[f"{name}_scales"] = workspace.scratch(
+            f"{name}_ring_scales", (scale_words(width), rows), np.uint16
+        )
+    return rings
+
+
+def weight_shape(config: Any, part: str) -> tuple[int, int]:
+    """(rows, columns) of one expert's W_gate, W_up or W_down; blocks lie along its columns."""
+    shape = (config.intermediate_size, config.hidden_size)
+    return shape[::-1] if part == "down" else shape
+
+
+def weight_buffers(workspace: Any) -> dict[str, Any]:
+    """Codes and scales of this rank's experts, and whether a scale is above 2^7; made once per
+    workspace."""
+    local = workspace.config.num_local_experts(workspace.heap.rank)
+    buffers = {"weights_are_wide": workspace.scratch("weights_are_wide", (1,), np.uint32)}
+    for part in PARTS:
+        rows, columns = weight_shape(workspace.config, part)
+        name = f"w_{part}"
+        buffers[f"{name}_codes"] = workspace.scratch(
+            f"{name}_codes", (local * rows, columns), np.uint8
+        )
+        buffers[f"{name}_scales"] = workspace.scratch(
+            f"{name}_scales64", (local, scale_words(columns), rows), np.uint16
+        )
+    return buffers
+
+
+def ring_values(workspace: Any, name: str) -> np.ndarray:
+    """bf16 bits (rows, columns) that the ring of "x" or "h" stands for; synchronises."""
+    rings = ring_buffers(workspace)
+    codes = rings[f"{name}_codes"].get()
+    scales = mxfp8.row_scales(rings[f"{name}_scales"].get(), codes.shape[1])
+    return bf16_to_bits(dequantize(codes, scales))
+
+
+def memory_bytes(config: MoEConfig, rank: int, max_tokens: int) -> dict[str, tuple[int, int]]:
+    """What takes other room than with dtype bf16: name -> (bytes of bf16, bytes of MXFP8).
+
+    "weights" are the routed experts' at rest: a rank that also keeps them in bf16 has both.
+    "tokens" is what peers pull from.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    local = config.num_local_experts(rank)
+    rows = derive_sizes(config, rank, max(1, max_tokens)).macro_blocks * ROW_TILE
+
+    def pair(count: int, columns: int, scale_bytes: int) -> tuple[int, int]:
+        return 2 * count * columns, count * (columns + scale_bytes)
+
+    def words(count: int, columns: int) -> tuple[int, int]:
+        return pair(count, columns, 2 * scale_words(columns))
+
+    weights = [words(local * weight_shape(config, p)[0], weight_shape(config, p)[1]) for p in PARTS]
+    return {
+        "weights": (sum(w[0] for w in weights), sum(w[1] for w in weights)),
+        "x ring": words(rows, hidden),
+        "h ring": words(rows, inner),
+        "tokens": pair(max_tokens, hidden, num_blocks(hidden)),
+    }
+
+
+# --------------------------------------------------------------------------- tensor maps
+
+
+def encode_codes(pointer: int, rows: int, columns: int, box_rows: int) -> np.ndarray:
+    """Map of row-major codes [rows, columns]: boxes of `box_rows` rows x 64 codes."""
+    return encode_tiled(pointer, (columns, rows), (columns,), (64, box_rows), "UINT8", "64B")
+
+
+def encode_scales(pointer: int, rows: int, columns: int) -> np.ndarray:
+    """Map of scale words [ceil(columns / 64), rows]: boxes of 128 rows of one word."""
+    dims = (rows, scale_words(columns))
+    return encode_tiled(pointer, dims, (2 * rows,), (ROW_TILE, 1), "UINT16", "NONE")
+
+
+def encode_weight_codes(pointer: int, experts: int, rows: int, columns: int) -> np.ndarray:
+    """Map of codes [experts, rows, columns]: boxes of 128 rows of one expert x 64 codes."""
+    dims, strides = (columns, rows, experts), (columns, rows * columns)
+    return encode_tiled(pointer, dims, strides, (64, ROW_TILE, 1), "UINT8", "64B")
+
+
+def encode_weight_scales(pointer: int, experts: int, rows: int, columns: int) -> np.ndarray:
+    """Map of scale words [experts, ceil(columns / 64), rows]: boxes of 128 rows of one word."""
+    words = scale_words(columns)
+    dims, strides = (rows, words, experts), (2 * rows, 2 * rows * words)
+    return encode_tiled(pointer, dims, strides, (ROW_TILE, 1, 1), "UINT16", "NONE")
+
+
+def encode_maps(workspace: Any) -> np.ndarray:
+    """CODE_MAPS of one rank; its buffers never move."""
+    config, maps = workspace.config, np.zeros(1, CODE_MAPS)
+    experts = config.num_local_experts(workspace.heap.rank)
+    if experts == 0:
+        return maps
+    rows = workspace.sizes.macro_blocks * ROW_TILE
+    rings, weights = ring_buffers(workspace), weight_buffers(workspace)
+    for name, width in (("x", config.hidden_size), ("h", config.intermediate_size)):
+        codes, scales = (int(rings[f"{name}_{part}"].data.ptr) for part in ("codes", "scales"))
+        maps[f"{name}_codes"] = encode_codes(codes, rows, width, 64)
+        maps[f"{name}_scales"] = encode_scales(scales, rows, width)
+    for part in PARTS:
+        name, shape = f"w_{part}", weight_shape(config, part)
+        codes, scales = (int(weights[f"{name}_{part}"].data.ptr) for part in ("codes", "scales"))
+        maps[f"{name}_codes"] = encode_weight_codes(codes, experts, *shape)
+        maps[f"{name}_scales"] = encode_weight_scales(scales, experts, *shape)
+    return maps
+
+
+# --------------------------------------------------------------------------- launches
+
+
+def quantise_weights(workspace: Any, weights: list[int]) -> list[Callable[[Any], None]]:
+    """What quantises this rank's experts on a stream; addresses of W_gate, W_up, W_down in bf16."""
+    buffers = weight_buffers(workspace)
+    wide = buffers["weights_are_wide"]
+    work: list[Callable[[Any], None]] = [lambda stream: _clear(wide, stream)]
+    for part, address in zip(PARTS, weights, strict=True):
+        codes, scales = buffers[f"w_{part}_codes"], buffers[f"w_{part}_scales"]
+        if codes.size:
+            rule = workspace.config.scale_rule
+            work.append(prepare_quantize64(address, codes, scales, rule, int(wide.data.ptr)))
+    return work
+
+
+def hold_weights(workspace: Any, weights: ExpertWeights) -> None:
+    """Quantise weights now and keep their codes: forwards with the same arrays quantise no more.
+
+    For weights that do not change. After a change call it again, or `release_weights` to have every
+    forward quantise its weights, as it does by default.
+    """
+    import cupy
+
+    addresses = [int(array.data.ptr) for array in weights]
+    for work in quantise_weights(workspace, addresses):
+        work(cupy.cuda.get_current_stream())
+    _held(workspace)[:] = addresses
+
+
+def release_weights(workspace: Any) -> None:
+    """Every forward quantises its weights again."""
+    _held(workspace).clear()
+
+
+def _held(workspace: Any) -> list[int]:
+    """Addresses of the weights whose codes are kept."""
+    held: list[int] = workspace.extra("mxfp8_held_weights", list)
+    return held
+
+
+def _clear(array: Any, stream: Any) -> None:
+    import cupy
+
+    cupy.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, stream.ptr)
+
+
+def routed_experts(workspace: Any, params: ParamBlock) -> Launch:
+    """The launch of the routed experts; weights are quantised by the time it starts."""
+    rings = {name: array.data.ptr for name, array in ring_buffers(workspace).items()}
+    rule = SCALE_RULE_CODES[workspace.config.scale_rule]
+    wide = weight_buffers(workspace)["weights_are_wide"]
+    codes = new_params(CODE_PARAMS, **rings, weights_are_wide=wide, scale_rule=rule)
+    block = params.copy()
+    set_params(block, shared_intermediate_size=0)
+    arguments = (block, codes, encode_maps(workspace))
+    return Launch(_kernel(), (num_ctas(workspace),), hopper.THREADS, arguments, SHARED_BYTES)
+
+
+def num_ctas(workspace: Any) -> int:
+    """CTAs of the routed experts' kernel, one per multiprocessor; the bits are the same for any."""
+
+    def count() -> int:
+        import cupy
+
+        return hopper._num_multiprocessors(cupy.cuda.runtime.getDevice())
+
+    return int(workspace.extra("mxfp8_ctas", count))
+
+
+def shared_expert(workspace: Any, params: ParamBlock) -> list[Callable[[Any], None]]:
+    """The launch of the bf16 kernel that treats the shared expert alone: a schedule without rows,
+    and counters of its own, the second half."""
+    if not workspace.config.shared_intermediate_size or int(params["num_tokens"]) == 0:
+        return []
+    no_rows = _no_rows(workspace)
+    block = params.copy()
+    set_params(
+        block,
+        info=no_rows,
+        counters=int(params["counters"]) + 4 * (workspace.sizes.num_counters // 2),
+        num_local_experts=0,
+    )
+    kernel = workspace.extra("hopper_shared", hopper.ForwardKernel)
+    return [lambda stream: _clear(no_rows, stream), kernel.prepare(block)]
+
+
+def launch_forward(workspace: Any, params: ParamBlock, stream: Any) -> None:
+    """Everything between the barriers of a forward step: y rows pushed to their owners."""
+    weights = [int(params[f"w_{part}"]) for part in PARTS]
+    if _held(workspace) != weights:
+        for work in prepared(params, "mxfp8_weights", lambda: quantise_weights(workspace, weights)):
+            work(stream)
+    for work in prepared(
+        params,
+        KERNEL,
+        lambda: [*shared_expert(workspace, params), routed_experts(workspace, params)],
+    ):
+        work(stream)
+
+
+def warm_up(workspace: Any) -> None:
+    """Load the kernels and make the buffers; on every rank before its first barrier."""
+    mxfp8.warm_up()
+    _ = _kernel().num_regs
+    if workspace.config.shared_intermediate_size:
+        _ = workspace.extra("hopper_shared", hopper.ForwardKernel).load().num_regs
+        _no_rows(workspace)
+    ring_buffers(workspace), weight_buffers(workspace)
+
+
+def _no_rows(workspace: Any) -> Any:
+    """Place of a schedule's info without a row."""
+    return workspace.scratch("no_rows_info", workspace.info.shape, workspace.info.dtype)
+
+
+def _kernel() -> Any:
+    return load_kernel(SOURCE, KERNEL, (), SHARED_BYTES)

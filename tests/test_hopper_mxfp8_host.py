@@ -1,0 +1,108 @@
+"""Host side of the MXFP8 forward path: structs, sizes, layouts and rules that need no GPU."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from mok_ref.config import MoEConfig
+from mok_ref.gpu import compiler, hopper, hopper_mxfp8
+from mok_ref.gpu import mxfp8 as gpu_mxfp8
+from mok_ref.gpu.workspace import derive_sizes
+from mok_ref.mxfp8 import num_blocks
+
+
+def fields_of(header: str, struct: str) -> list[str]:
+    """Names of a struct's fields in their order."""
+    text = (compiler.cuda_source_dir() / header).read_text(encoding="utf-8")
+    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.DOTALL)
+    assert body is not None
+    plain = re.sub(r"//[^\n]*", "", body.group(1))
+    names = []
+    for declaration in plain.split(";"):
+        words = declaration.replace("*", " ").split()
+        if words:
+            first = next(i for i, word in enumerate(words) if word not in ("const",))
+            names += " ".join(words[first + 1 :]).replace(",", " ").split()
+    return names
+
+
+def compiles(body: str) -> None:
+    """Compile a few lines behind mxfp8_tile.cuh; a failing static_assert is an error."""
+    core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    options = core.ProgramOptions(
+        arch="sm_90a", std="c++17", include_path=[str(compiler.cuda_source_dir())]
+    )
+    source = f'#include "mxfp8_tile.cuh"\nnamespace mok {{ {body} }}'
+    core.Program(source, "c++", options).compile("cubin")
+
+
+def test_structs_are_the_kernels() -> None:
+    maps, params = hopper_mxfp8.CODE_MAPS, hopper_mxfp8.CODE_PARAMS
+    assert fields_of("mxfp8_experts.cuh", "CodeMaps") == list(maps.names or ())
+    assert maps.itemsize == 128 * len(maps.names or ())
+    assert fields_of("mxfp8_tile.cuh", "CodeParams") == list(params.names or ())
+    compiles(f"static_assert(sizeof(CodeParams) == {params.itemsize});")
+
+
+def test_shared_memory_is_what_the_kernel_was_compiled_for() -> None:
+    compiles(f"static_assert(kMxfp8SharedBytes == {hopper_mxfp8.SHARED_BYTES});")
+    with pytest.raises(Exception, match="static"):
+        compiles(f"static_assert(kMxfp8SharedBytes == {hopper_mxfp8.SHARED_BYTES + 8});")
+
+
+def test_megakernel_compiles_without_spills(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    monkeypatch.setenv("MOK_REF_CACHE", str(tmp_path))
+    path = compiler.compile_cubin(hopper_mxfp8.SOURCE, "sm_90a")
+    (usage,) = compiler.resource_usage(path)
+    assert usage.name == hopper_mxfp8.KERNEL
+    assert usage.spill_store_bytes == usage.spill_load_bytes == usage.stack_bytes == 0
+    assert usage.registers * hopper.THREADS <= 65536  # else the launch is refused
+
+
+@pytest.mark.parametrize(
+    ("widths", "possible"),
+    [
+        ((16, 16, 0), True),
+        ((2880, 2880, 8), True),
+        ((64, 48, 24), True),
+        ((24, 16, 0), False),
+        ((16, 40, 0), False),
+        ((16, 16, 4), False),
+    ],
+)
+def test_widths_that_fit_tensor_maps(widths: tuple[int, int, int], possible: bool) -> None:
+    assert hopper_mxfp8.supports(*widths) is possible
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48, 64, 80, 208, 2048])
+def test_scale_words_hold_the_bytes_of_two_blocks(columns: int) -> None:
+    scales = np.random.default_rng(columns).integers(
+        0, 256, (2, 8, num_blocks(columns)), dtype=np.uint8
+    )
+    words = gpu_mxfp8.column_blocks(scales)
+    assert words.shape == (2, hopper_mxfp8.scale_words(columns), 8) and words.dtype == np.uint16
+    for row, word in np.ndindex(8, words.shape[1]):
+        low, high = words[1, word, row] & 255, words[1, word, row] >> 8
+        assert low == scales[1, row, 2 * word]
+        assert high == (scales[1, row, 2 * word + 1] if 2 * word + 1 < scales.shape[2] else 0)
+    np.testing.assert_array_equal(gpu_mxfp8.row_scales(words, columns), scales)
+
+
+def test_counters_have_room_for_the_shared_experts_half() -> None:
+    for tokens, experts, top_k, ranks in ((1, 1, 1, 1), (3000, 64, 8, 4), (2048, 1, 1, 1)):
+        config = MoEConfig(64, 64, experts * ranks, top_k, ranks, dtype="mxfp8")
+        sizes = derive_sizes(config, 0, tokens)
+        needed = hopper.num_forward_counters(sizes.max_row_blocks, sizes.max_tokens)
+        assert needed <= sizes.num_counters // 2
+
+
+def test_memory_beside_bf16() -> None:
+    config = MoEConfig(7168, 2048, 16, 8, 4, dtype="mxfp8")
+    table = hopper_mxfp8.memory_bytes(config, 0, 4096)
+    assert table["weights"] == (2 * 3 * 4 * 7168 * 2048, 3 * 4 * 7168 * 2048 * 33 // 32)
+    assert table["tokens"] == (2 * 4096 * 7168, 4096 * 7168 * 33 // 32)
+    assert all(2 * codes == bf16 * 33 // 32 for bf16, codes in table.values())

@@ -1,0 +1,112 @@
+"""The whole MXFP8 layer by Hopper kernels on the CPU, under random orders of everything that is
+asynchronous, against the NumPy layer, bit for bit (tests/gpu/host_cuda/hopper.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from gpu import test_layer_gpu as layers
+from gpu import test_mxfp8_gpu as edges
+from gpu.host_cuda import compiler as host_compiler
+from gpu.host_cuda.hopper import HopperKernels, encode_tiled
+from host_cupy import HostFunction, host_cuda_device, load_host_kernel
+
+from mok_ref.config import MoEConfig
+from mok_ref.gpu import hopper, hopper_backward, hopper_mxfp8, hopper_mxfp8_backward
+from mok_ref.gpu import layer as gpu_layer
+from mok_ref.gpu.workspace import DeviceWorkspace
+from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
+from mok_ref.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.slow
+MODULES = (hopper, hopper_backward, hopper_mxfp8, hopper_mxfp8_backward)
+SIZES: dict[str, Any] = dict(
+    hidden_size=80, intermediate_size=144, num_experts=4, top_k=2, dtype="mxfp8"
+)
+
+
+@lru_cache(maxsize=4)
+def kernels(source: str) -> HopperKernels:
+    return HopperKernels(source)
+
+
+def load_kernel(source: str, kernel: str, macros: Any = (), smem_bytes: int = 0) -> Any:
+    if source.startswith("megakernel"):
+        return HostFunction(kernels(source), kernel)
+    return load_host_kernel(source, kernel, macros, smem_bytes)
+
+
+@pytest.fixture
+def device() -> Iterator[None]:
+    if host_compiler() is None:
+        pytest.skip("no C++ compiler to build the kernels for the CPU")
+    one_cta = partial(hopper.ForwardKernel, num_ctas=1)
+    with host_cuda_device():
+        patches = [
+            mock.patch.object(module, name, value)
+            for module in MODULES
+            for name, value in (("encode_tiled", encode_tiled), ("load_kernel", load_kernel))
+            if hasattr(module, name)
+        ]
+        patches += [
+            mock.patch.object(hopper, "ForwardKernel", one_cta),
+            mock.patch.object(hopper_mxfp8, "num_ctas", lambda workspace: 1),
+            mock.patch.object(hopper_backward, "_num_multiprocessors", lambda: 1),
+            mock.patch.object(hopper_backward, "_wgrad_name", lambda layer: "moe_wgrad_hopper"),
+            mock.patch.object(gpu_layer, "_hopper_refusal", lambda config: ""),
+        ]
+        for patch in patches:
+            patch.start()
+        yield
+        for patch in patches:
+            patch.stop()
+
+
+def device_y(config: MoEConfig, inputs: Any) -> np.ndarray:
+    """y of all tokens by the forward kernel."""
+
+    def work(heap: Any) -> np.ndarray:
+        workspace = DeviceWorkspace(config, heap, max(inputs.counts))
+        assert gpu_layer.forward_path(workspace) is hopper_mxfp8
+        workspace.poison()
+        arguments = layers.rank_arguments(config, inputs, heap.rank)
+        y, _ = gpu_layer.forward(config, heap, *arguments, workspace, "all")
+        return layers.as_host(y)
+
+    return np.concatenate(run_virtual_cuda_ranks(len(inputs.counts), work, timeout_s=300))
+
+
+# name: (config arguments, tokens per rank, kind of values)
+FORWARD: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
+    "tails": ({}, (150,), "plain"),
+    "ring-of-one": (dict(macrobatch=128, minibatch=128), (150,), "block exponents"),
+    "many-k-blocks": (dict(hidden_size=528, intermediate_size=48), (70,), "zero blocks"),
+    "clamp-two-ranks": (dict(swiglu_limit=0.5), (16, 5), "plain"),
+    "scales-above-2^7": ({}, (40,), "huge tokens"),
+    "NaN-and-Inf": (dict(scale_rule="ocp"), (40,), "NaN and Inf"),
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_in_any_order(name: str, seed: int, device: None) -> None:
+    arguments, counts, kind = FORWARD[name]
+    config = MoEConfig(**SIZES | arguments, ep_size=len(counts))
+    inputs = edges.edge_inputs(config, kind, sum(counts))._replace(counts=counts)
+    kernels(hopper_mxfp8.SOURCE).seed(seed)
+    with np.errstate(all="ignore"):
+        expected = edges.canonical(edges.reference_y(config, inputs))
+    assert_bitwise_equal(edges.canonical(device_y(config, inputs)), expected, name)
+
+
+@pytest.mark.parametrize("save", ["all", "none"])
+def test_forward_and_backward_with_the_shared_expert(save: str, device: None) -> None:
+    config = MoEConfig(**SIZES, shared_intermediate_size=24, ep_size=2)
+    inputs = layers.make_inputs(config, (16, 5))
+    actual = layers.on_device(config, inputs, "auto", save)
+    layers.assert_same(actual, layers.reference(config, inputs))
