@@ -142,6 +142,9 @@ def run(
     timeout: Annotated[float, typer.Option(help="Seconds a rank waits for the others.")] = 120.0,
     as_json: AsJson = False,
     save_input: Annotated[Path | None, typer.Option(help="Write the case here (.npz).")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="cuda: write the timeline of the kernels' tasks (.json).")
+    ] = None,
     tokens: Tokens = None,
     hidden: Hidden = None,
     intermediate: Intermediate = None,
@@ -172,11 +175,13 @@ def run(
         path=path,
         timeout_s=timeout,
     )
-    _check_outputs(input, output, save_input)
+    _check_outputs(input, output, save_input, trace)
+    if trace is not None and device != "cuda":
+        raise ValueError(f"--trace must go with --device cuda, got device {device!r}")
     plan = _prepare(input, sizes, settings)
     if save_input is not None and _is_root():
         save_case(save_input, plan.case)
-    result = _run(plan)
+    result = _run(plan) if trace is None else _run_recorded(plan, trace)
     if result is None:
         return
     if output is not None:
@@ -184,6 +189,7 @@ def run(
     if not as_json:  # before the tables: their last line is the digest
         _say_written("case", save_input)
         _say_written("results", output)
+        _say_written("trace", trace)
     _print_run(result, as_json)
 
 
@@ -337,7 +343,11 @@ def build(
 def bench(
     device: Device = "cpu",
     sizes: Annotated[
-        str | None, typer.Option(help="cpu: small, medium; cuda: table, small, all; or NxHxIxExK.")
+        str | None,
+        typer.Option(
+            help="cpu: small, medium; cuda: table, small, all, mxfp8, save, ranks, around, growth; "
+            "or NxHxIxExK."
+        ),
     ] = None,
     ranks: Annotated[
         str | None, typer.Option(help="cpu: numbers of ranks (1,2,4); others are skipped.")
@@ -349,6 +359,9 @@ def bench(
     peers: Annotated[
         str | None, typer.Option(help="cuda: who runs beside it (dense,torch-eager).")
     ] = None,
+    bursts: Annotated[
+        int | None, typer.Option(help="cuda: groups of 4 launches after a rest (5).")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON report here.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -358,12 +371,16 @@ def bench(
     _refuse_mpiexec("bench")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be one of cpu, cuda, got {device!r}")
-    name, value = ("peers", peers) if device == "cpu" else ("ranks", ranks)
-    if value is not None:
-        raise ValueError(f"{name} must be left out with device {device}, got {value!r}")
+    idle = {"peers": peers, "bursts": bursts} if device == "cpu" else {"ranks": ranks}
+    for name, value in idle.items():
+        if value is not None:
+            raise ValueError(f"{name} must be left out with device {device}, got {value!r}")
     repeats = repeats if repeats is not None else {"cpu": 2, "cuda": 20}[device]
     if repeats < 1:
         raise ValueError(f"repeats must be >= 1, got {repeats}")
+    bursts = 5 if bursts is None else bursts
+    if bursts < 1:
+        raise ValueError(f"bursts must be >= 1, got {bursts}")
     if output is not None:
         _check_writable(output, ".json", "--output")
     if device == "cpu":
@@ -372,7 +389,8 @@ def bench(
         good = True
     else:
         peers = "dense,torch-eager" if peers is None else peers
-        good = commands.bench_cuda(sizes or "table", directions, peers, repeats, output, as_json)
+        sizes = sizes or "table"
+        good = commands.bench_cuda(sizes, directions, peers, repeats, output, as_json, bursts)
     if output is not None and not as_json:
         _say_written("report", output)
     if not good:
@@ -483,13 +501,16 @@ def _placement(text: str | None) -> str | tuple[int, ...] | None:
     return tuple(int(part) for part in parts)
 
 
-def _check_outputs(input: Path | None, output: Path | None, save_input: Path | None) -> None:
+def _check_outputs(
+    input: Path | None, output: Path | None, save_input: Path | None, trace: Path | None
+) -> None:
     from mok_ref.casefile import check_distinct
 
-    for name, path in (("--output", output), ("--save-input", save_input)):
+    outputs = {"--output": output, "--save-input": save_input, "--trace": trace}
+    for name, path in outputs.items():
         if path is not None:
-            _check_writable(path, ".npz", name)
-    check_distinct(**{"--input": input, "--output": output, "--save-input": save_input})
+            _check_writable(path, ".json" if name == "--trace" else ".npz", name)
+    check_distinct(**{"--input": input, **outputs})
 
 
 def _check_writable(path: Path, suffix: str, name: str) -> None:
@@ -523,6 +544,17 @@ def _run(plan: Any) -> RunResult | None:
         return run_mpi(plan, _job.comm)
     with progress(plan, [0]) as after_stage:
         return run_mpi(plan, _job.comm, after_stage)
+
+
+def _run_recorded(plan: Any, trace: Path) -> RunResult | None:
+    """`_run`, and the timeline of its kernels' tasks in a file."""
+    from mok_ref.gpu.recorded_run import run_recorded, write_timeline
+
+    comm = None if _job is None else _job.comm
+    result, spans = run_recorded(lambda: _run(plan), plan.config.ep_size, comm)
+    if result is not None:
+        write_timeline(trace, plan, result.topk_ids, spans)
+    return result
 
 
 def _print_run(result: RunResult, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from mok_ref.config import MoEConfig
 from mok_ref.planner.compile import compile, train_config, trainable_reason
 from mok_ref.planner.models import load_model
 from mok_ref.planner.tune import (
+    MARGIN,
     Tried,
     read_tuning,
     sizes_to_try,
@@ -130,7 +131,7 @@ def test_max_measures_here_and_the_trainer_uses_it(tmp_path, monkeypatch):
     options = {"gpus": 1, "batch": 2, "sequence": 16, "arithmetic": "fast", "ranks": 1}
     with compile(MODEL, "h200", "max", **options) as made:
         best = made.tuned[0]
-        assert best.ms == min(t.ms for t in made.tuned)
+        assert best.ms <= min(t.ms for t in made.tuned) * (1 + MARGIN)
         layer = made.trainer.trainers[0].model.layer_config
         assert (layer.minibatch, layer.macrobatch) == (best.minibatch, best.macrobatch)
     assert read_tuning(tmp_path / "tuning.json") == {}  # nothing looks CPU sizes up
@@ -152,7 +153,8 @@ CONFIG = MoEConfig(32, 16, 4, 2, arithmetic="fast")
 def test_what_was_measured_is_looked_up(tmp_path):
     path = tmp_path / "tuning.json"
     found = tune(CONFIG, 200, repeats=1, path=path, sizes=[(128, 256), (256, 256)])
-    assert [t.ms for t in found] == sorted(t.ms for t in found)
+    assert [t.ms for t in found[1:]] == sorted(t.ms for t in found[1:])
+    assert found[0].ms <= min(t.ms for t in found) * (1 + MARGIN)
     again = tuned(CONFIG, "cpu", 250, path)
     assert (again.minibatch, again.macrobatch) == (found[0].minibatch, found[0].macrobatch)
     assert tuned(CONFIG, "cpu", 1000, path) == CONFIG  # another number of tokens

@@ -111,9 +111,9 @@ def test_a_dict_describes_a_model():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 0}, "hidden_size must be an integer >= 1"),
-        ({"top_k": 1.5}, "top_k must be an integer >= 1"),
-        ({"num_layers": True}, "num_layers must be an integer >= 1"),
+        ({"hidden_size": 0}, "hidden_size must be an integer in 1.."),
+        ({"top_k": 1.5}, "top_k must be an integer in 1.."),
+        ({"num_layers": True}, "num_layers must be an integer in 1.."),
         ({"num_dense_layers": 1}, "num_dense_layers must be below num_layers"),
         ({"width": 3}, "unknown width"),
         ({"routing": {"groups": 2}}, "routing: unknown groups"),

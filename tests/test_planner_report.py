@@ -28,8 +28,10 @@ from mok_ref.planner.svg import Drawing, shade, ticks
 from mok_ref.planner.trace import (
     STAMP,
     STAMP_KINDS,
+    read_timelines,
     read_trace,
     spans_from_stamps,
+    summarize,
     write_trace,
 )
 
@@ -65,21 +67,56 @@ def test_simulated_and_measured_lie_side_by_side(tmp_path):
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "simulated rank 0", 1: "simulated rank 1", 2: "measured rank 0"}
     assert len(read_trace(path)) == 4
+    timelines = read_timelines(path)
+    assert {name: len(spans) for name, spans in timelines.items()} == {
+        "simulated": 3,
+        "measured": 1,
+    }
+    text = html_report(path)
+    assert "Timeline, simulated" in text and "Time by kind, measured" in text
 
 
 def test_device_stamps_become_spans():
     stamps = np.zeros(4, STAMP)
-    stamps["sm"] = [0, 5, 5, 9]
-    stamps["kind"] = [STAMP_KINDS.index(k) for k in ("pull", "gate_up", "down", "pull")]
-    stamps["start"] = [1_000_000, 1_002_000, 1_004_000, 0]
-    stamps["end"] = [1_001_000, 1_004_000, 1_005_000, 0]  # the last was never written
-    spans = spans_from_stamps(stamps, rank=3)
-    assert same(spans) == [
-        (3, "pull", "pull 0", 0.0, 1e-6),
-        (3, "SM 5", "gate_up 0", 2e-6, 4e-6),
-        (3, "SM 5", "down 0", 4e-6, 5e-6),
+    stamps["sm"], stamps["rank"], stamps["row_block"] = [0, 5, 5, 9], 3, [7, 1, 1, 2]
+    kinds = ("pull", "gate_up", "store", "store")
+    stamps["kind"] = [STAMP_KINDS.index(k) for k in kinds]
+    stamps["warp"] = [1, 8, 2, 4]
+    stamps["start"] = [1_000_000, 1_002_000, 1_004_000, 1_004_000]
+    stamps["end"] = [1_001_000, 1_004_000, 1_005_000, 1_005_000]
+    assert same(spans_from_stamps(stamps)) == [
+        (3, "SM 0 pull 1", "pull 7.0", 0.0, 1e-6),
+        (3, "SM 5 math 8", "gate_up 1.0", 2e-6, 4e-6),
+        (3, "SM 5 store 2", "store 1.0", 4e-6, 5e-6),
+        (3, "SM 9 math 4", "store 2.0", 4e-6, 5e-6),
     ]
-    assert spans_from_stamps(np.zeros(2, STAMP), 0) == []
+    assert spans_from_stamps(np.zeros(0, STAMP)) == []
+
+
+def test_time_is_summarised_by_role_and_kind():
+    spans = [
+        Span(0, "SM 0 math 4", "gate_up 1.0", 0.0, 3.0),
+        Span(0, "SM 0 math 4", "wait_operands 0.0", 3.0, 4.0),
+        Span(0, "SM 1 math 4", "gate_up 2.0", 2.0, 4.0),
+        Span(0, "SM 1 pull 1", "pull 2.0", 0.0, 1.0),
+    ]
+    found = {(k.role, k.kind): (k.number, k.seconds, k.share) for k in summarize(spans)}
+    assert found == {
+        ("math", "gate_up"): (2, 5.0, 0.625),
+        ("math", "wait_operands"): (1, 1.0, 0.125),
+        ("math", "idle"): (2, 2.0, 0.25),
+        ("pull", "pull"): (1, 1.0, 0.25),
+        ("pull", "idle"): (1, 3.0, 0.75),
+    }
+    assert summarize([]) == []
+
+
+def test_simulated_lanes_are_summarised_too():
+    spans = [Span(0, "SM 3", "down", 0.0, 1.0), Span(0, "pull", "pull 0", 0.0, 0.5)]
+    assert [(k.role, k.kind) for k in summarize(spans) if k.kind != "idle"] == [
+        ("pull", "pull"),
+        ("tiles", "down"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +129,7 @@ def test_damaged_stamps_are_refused(change, message):
     for name, value in change.items():
         stamps[name] = value
     with pytest.raises(ValueError, match=message):
-        spans_from_stamps(stamps, 0)
+        spans_from_stamps(stamps)
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path):

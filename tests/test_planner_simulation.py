@@ -167,14 +167,16 @@ def test_the_closed_form_is_near_the_simulation(ranks, is_backward):
     assert estimate(setting, is_backward).seconds == pytest.approx(simulated, rel=0.2)
 
 
-def test_a_hierarchical_group_agrees_with_a_full_one(monkeypatch):
-    """Two domains of 16: one domain with a mean field outside, against all 32 ranks."""
+@pytest.mark.parametrize(("tokens", "tolerance"), [(512, 0.30), (2048, 0.15), (8192, 0.08)])
+def test_a_hierarchical_group_agrees_with_a_full_one(tokens, tolerance, monkeypatch):
+    """Two domains of 16: one domain with a mean field outside, against all 32 ranks. The mean field
+    spreads traffic evenly over the layer, which is the better the more minibatches there are."""
     hardware = replace(H200, gpus_per_domain=16, num_domains=2)
-    setting = setting_of(32, 512, hardware=hardware, shape=LayerShape(2048, 768, 64, 4))
+    setting = setting_of(32, tokens, hardware=hardware, shape=LayerShape(2048, 768, 64, 4))
     full = predict(setting).seconds
     monkeypatch.setattr("mok_ref.planner.prediction.MOST_RANKS", 16)
     assert MOST_RANKS >= 72
-    assert predict(setting).seconds == pytest.approx(full, rel=0.25)
+    assert predict(setting).seconds == pytest.approx(full, rel=tolerance)
 
 
 def test_saving_nothing_costs_a_recomputation_in_backward_only():

@@ -44,7 +44,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything a prediction depends on except the batches: who does what, where."""
+    """Everything a prediction depends on except the batches: who does what, where.
+
+    x_kept  backward follows this layer's own forward, whose last macrobatch (the first of backward)
+            still lies in the ring: its x is not pulled again
+    """
 
     hardware: Hardware
     shape: LayerShape
@@ -54,6 +58,7 @@ class Setting:
     owner: np.ndarray
     sustained: bool = True
     float32_dw: bool = True
+    x_kept: bool = False
 
     @property
     def costs(self) -> StageCosts:
@@ -71,6 +76,11 @@ class Setting:
         """(R,) domain of every EP rank; a TP group lies in one domain."""
         per_domain = max(1, self.hardware.gpus_per_domain // self.choice.tp_size)
         return np.arange(self.choice.ep_size) // per_domain
+
+    def pulls_of_backward(self, rows: float) -> float:
+        """How often backward pulls rows' bytes: dy, and x where the ring does not hold it."""
+        kept = min(1.0, self.choice.macrobatch / max(rows, 1.0)) if self.x_kept else 0.0
+        return 2.0 - kept
 
     def tables(self, ranks: Iterable[int] | None = None) -> list[MinibatchTable]:
         return minibatch_tables(self.work, self.owner, self.choice.minibatch, ranks)
@@ -153,7 +163,9 @@ def batch_seconds(setting: Setting, rows: float, compute: float, is_backward: bo
     """What small minibatches cost beyond the products: waiting SMs (`programme.keep_distance`)."""
     choice, costs = setting.choice, setting.costs
     pieces = max(1.0, rows / choice.minibatch)
-    first, last = costs.latencies[2:] if is_backward else costs.latencies[:2]
+    single = costs.latencies[2:] if is_backward else costs.latencies[:2]
+    stretch = costs.stretch(np.array([rows]), is_backward)
+    first, last = (stretch * seconds for seconds in single)
     tiles = (
         min(rows, choice.minibatch) / TILE_ROWS * -(-setting.shape.output_columns // TILE_COLUMNS)
     )
@@ -176,9 +188,10 @@ def estimate(setting: Setting, is_backward: bool = False) -> Estimate:
     rows = float(loads[slowest])
     compute = rank_compute(setting, slowest, is_backward)
     compute += batch_seconds(setting, rows, compute, is_backward)
-    link, network = transfer_seconds(setting, 2.0 if is_backward else 1.0)
-    # of a port's bytes half are pulls in forward, two thirds in backward
-    pulls = (link + network) * (2 / 3 if is_backward else 1 / 2)
+    pull_factor = setting.pulls_of_backward(rows) if is_backward else 1.0
+    link, network = transfer_seconds(setting, pull_factor)
+    # of a port's bytes half are pulls in forward, two thirds in backward with x
+    pulls = (link + network) * pull_factor / (pull_factor + 1.0)
     # the first pull precedes all routed work; the shared expert's tiles hide it
     first = pulls * min(1.0, setting.choice.minibatch / max(rows, 1.0))
     tokens = float(setting.work.tokens.max())

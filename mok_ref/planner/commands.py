@@ -15,7 +15,9 @@ from .errors import check_outputs, require
 from .reasons import WARNING
 
 if TYPE_CHECKING:
+    from .minibatch_simulation import Span
     from .plan import Plan
+    from .tune import Tried
 
 JSON = (".json",)
 HTML = (".html", ".htm")
@@ -28,37 +30,67 @@ def register(app: typer.Typer) -> None:
     app.command()(report)
 
 
+PlanModel = Annotated[str | None, typer.Option(help="Model name or TOML file; 'list' shows names.")]
+PlanHardware = Annotated[
+    str | None, typer.Option(help="Machine name or TOML file; 'list' shows names.")
+]
+PlanTokens = Annotated[
+    int, typer.Option(help="Tokens per GPU and micro-batch (a routing file is repeated).")
+]
+PlanGpus = Annotated[int | None, typer.Option(help="GPUs; default: the whole machine.")]
+PlanRouting = Annotated[str, typer.Option(help="uniform, zipf:S or an .npz file with topk_ids.")]
+PlanEp = Annotated[int | None, typer.Option(help="Only this EP size.")]
+PlanTp = Annotated[int | None, typer.Option(help="Only this TP size.")]
+Sequence = Annotated[int, typer.Option(help="Sequence length, for attention.")]
+Accumulate = Annotated[int, typer.Option(help="Micro-batches per optimizer step.")]
+RoutingSeed = Annotated[int, typer.Option(help="Seed of the routing.")]
+CrossDomain = Annotated[bool, typer.Option("--cross-domain", help="What if EP spans fast domains.")]
+RawRates = Annotated[bool, typer.Option("--raw-rates", help="Data-sheet rates, uncorrected.")]
+Best = Annotated[int, typer.Option(help="Splits to simulate.")]
+PlanOutput = Annotated[Path | None, typer.Option(help="Write the plan (.json).")]
+PlanTrace = Annotated[Path | None, typer.Option(help="Write a Chrome trace (.json).")]
+PlanHtml = Annotated[Path | None, typer.Option(help="Write the report (.html).")]
+PlanJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
+
+Hidden = Annotated[int, typer.Option(help="Hidden size H.")]
+Intermediate = Annotated[int, typer.Option(help="Intermediate size I.")]
+Experts = Annotated[int, typer.Option(help="Experts E.")]
+TopK = Annotated[int, typer.Option(help="Slots K per token.")]
+TuneTokens = Annotated[int, typer.Option(help="Tokens per rank.")]
+Ranks = Annotated[int, typer.Option(help="Virtual ranks on this machine.")]
+Dtype = Annotated[str, typer.Option(help="bf16 or mxfp8 experts.")]
+TuneDevice = Annotated[
+    str, typer.Option(help="cuda; cpu measures and stores nothing: its layer looks nothing up.")
+]
+Arithmetic = Annotated[str | None, typer.Option(help="cpu: exact (the default), fast or float64.")]
+Repeats = Annotated[int, typer.Option(help="Timed samples of each size.")]
+Seconds = Annotated[
+    float, typer.Option(help="Measure for about so long; the layer's own choice comes first.")
+]
+ForwardOnly = Annotated[bool, typer.Option("--forward-only", help="Time no backward.")]
+InputSeed = Annotated[int, typer.Option(help="Seed of the inputs.")]
+TuneJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
 def plan(
-    model: Annotated[
-        str | None, typer.Option(help="Model name or TOML file; 'list' shows names.")
-    ] = None,
-    hardware: Annotated[
-        str | None, typer.Option(help="Machine name or TOML file; 'list' shows names.")
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(help="Tokens per GPU and micro-batch (a routing file is repeated).")
-    ] = 4096,
-    gpus: Annotated[int | None, typer.Option(help="GPUs; default: the whole machine.")] = None,
-    dtype: Annotated[str, typer.Option(help="bf16 or mxfp8 experts.")] = "bf16",
-    routing: Annotated[str, typer.Option(help="uniform, zipf:S or an .npz file with topk_ids.")] = (
-        "uniform"
-    ),
-    ep: Annotated[int | None, typer.Option(help="Only this EP size.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Only this TP size.")] = None,
-    sequence: Annotated[int, typer.Option(help="Sequence length, for attention.")] = 4096,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the routing.")] = 0,
-    cross_domain: Annotated[
-        bool, typer.Option("--cross-domain", help="What if EP spans fast domains.")
-    ] = False,
-    raw_rates: Annotated[
-        bool, typer.Option("--raw-rates", help="Data-sheet rates, uncorrected.")
-    ] = False,
-    best: Annotated[int, typer.Option(help="Splits to simulate.")] = 3,
-    output: Annotated[Path | None, typer.Option(help="Write the plan (.json).")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace (.json).")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the report (.html).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    model: PlanModel = None,
+    hardware: PlanHardware = None,
+    tokens: PlanTokens = 4096,
+    gpus: PlanGpus = None,
+    dtype: Dtype = "bf16",
+    routing: PlanRouting = "uniform",
+    ep: PlanEp = None,
+    tp: PlanTp = None,
+    sequence: Sequence = 4096,
+    accumulate: Accumulate = 1,
+    seed: RoutingSeed = 0,
+    cross_domain: CrossDomain = False,
+    raw_rates: RawRates = False,
+    best: Best = 3,
+    output: PlanOutput = None,
+    trace: PlanTrace = None,
+    html: PlanHtml = None,
+    as_json: PlanJson = False,
 ) -> None:
     """Choose EP, TP, sharding, batches and placement for a model on a machine, with reasons.
 
@@ -77,8 +109,15 @@ def plan(
         raise ValueError(f"{missing} must be given; '{missing} list' shows the names")
     require(best >= 1, f"--best must be at least 1, got {best}")
     require(dtype in ("bf16", "mxfp8"), f"--dtype must be bf16 or mxfp8, got {dtype!r}")
-    check_outputs(("--output", output, JSON), ("--trace", trace, JSON), ("--html", html, HTML))
-    with option_names(num_gpus="--gpus", ep_size="--ep", tp_size="--tp"):
+    check_outputs(
+        ("--output", output, JSON),
+        ("--trace", trace, JSON),
+        ("--html", html, HTML),
+        inputs={"--model": model, "--hardware": hardware, "--routing": routing},
+    )
+    words = {"num_gpus": "--gpus", "ep_size": "--ep", "tp_size": "--tp"}
+    words |= {name: f"--{name}" for name in ("tokens", "sequence", "accumulate", "seed")}
+    with option_names(**words):
         made = make_plan(
             model,
             hardware,
@@ -95,8 +134,8 @@ def plan(
             ep_size=ep,
             tp_size=tp,
         )
+    write_plan(made, output, trace, html)  # first: a reader of the text may leave early
     print(made.to_json() if as_json else plan_text(made))
-    write_plan(made, output, trace, html)
     for reason in made.reasons:
         if reason.startswith(WARNING):
             print(reason, file=sys.stderr)
@@ -133,29 +172,26 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def tune(
-    hidden: Annotated[int, typer.Option(help="Hidden size H.")],
-    intermediate: Annotated[int, typer.Option(help="Intermediate size I.")],
-    experts: Annotated[int, typer.Option(help="Experts E.")],
-    top_k: Annotated[int, typer.Option(help="Slots K per token.")],
-    tokens: Annotated[int, typer.Option(help="Tokens per rank.")],
-    ranks: Annotated[int, typer.Option(help="Virtual ranks on this machine.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bf16 or mxfp8 experts.")] = "bf16",
-    device: Annotated[
-        str, typer.Option(help="cuda; cpu measures and stores nothing: its layer looks nothing up.")
-    ] = "cuda",
-    arithmetic: Annotated[
-        str | None, typer.Option(help="cpu: exact (the default), fast or float64.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed calls of each size.")] = 5,
-    forward_only: Annotated[bool, typer.Option("--forward-only")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    hidden: Hidden,
+    intermediate: Intermediate,
+    experts: Experts,
+    top_k: TopK,
+    tokens: TuneTokens,
+    ranks: Ranks = 1,
+    dtype: Dtype = "bf16",
+    device: TuneDevice = "cuda",
+    arithmetic: Arithmetic = None,
+    repeats: Repeats = 5,
+    seconds: Seconds = 60.0,
+    forward_only: ForwardOnly = False,
+    seed: InputSeed = 0,
+    as_json: TuneJson = False,
 ) -> None:
     """Measure ring and minibatch sizes here and keep the best for the layer to look up."""
     from mok_ref.config import MoEConfig
 
-    from .tune import Tried, tuning_path
     from .tune import tune as measure
+    from .tune import tuning_path
 
     require(device in ("cpu", "cuda"), f"--device must be cpu or cuda, got {device!r}")
     require(
@@ -176,11 +212,20 @@ def tune(
         )
 
     def show(tried: Tried) -> None:
-        text = f"minibatch {tried.minibatch:6d}  macrobatch {tried.macrobatch:7d}"
-        print(f"{text}  {tried.ms:9.3f} ms", file=sys.stderr)
+        print(f"{sizes_text(tried)}  {tried.ms:9.3f} ms", file=sys.stderr)
 
-    with option_names(num_tokens="--tokens", repeats="--repeats", seed="--seed"):
-        found = measure(config, tokens, device, repeats, not forward_only, seed, progress=show)
+    words = {"num_tokens": "--tokens"} | {n: f"--{n}" for n in ("repeats", "seed", "seconds")}
+    with option_names(**words):
+        found = measure(
+            config,
+            tokens,
+            device,
+            repeats,
+            not forward_only,
+            seed,
+            progress=show,
+            seconds=seconds,
+        )
     best = found[0]
     if as_json:
         print(json.dumps({"best": vars(best), "tried": [vars(t) for t in found]}))
@@ -188,50 +233,46 @@ def tune(
     stored = f"stored in {tuning_path()}"
     if device == "cpu":
         stored = "not stored: the CPU layer looks no sizes up"
-    print(
-        f"best: minibatch {best.minibatch}, macrobatch {best.macrobatch}: {best.ms:.3f} ms; "
-        + stored
-    )
+    print(f"best: {sizes_text(best)}  {best.ms:.3f} ms; {stored}")
+
+
+def sizes_text(tried: Tried) -> str:
+    text = f"minibatch {tried.minibatch:6d}  macrobatch {tried.macrobatch:7d}"
+    return f"{text}  clusters of {tried.cluster_size}" if tried.cluster_size > 1 else text
+
+
+Source = Annotated[Path, typer.Argument(help="Training run folder, plan or trace (.json).")]
+ReportOutput = Annotated[Path | None, typer.Option(help="HTML file; default: beside source.")]
+Measured = Annotated[Path | None, typer.Option(help="Measured trace to lay beside a plan's.")]
+ReportTrace = Annotated[Path | None, typer.Option(help="Write the plan's trace (.json).")]
+Pictures = Annotated[Path | None, typer.Option(help="Folder for a plan's SVG files.")]
+ReportJson = Annotated[
+    bool, typer.Option("--json", help="A run's numbers, else the files written, as JSON.")
+]
 
 
 def report(
-    source: Annotated[Path, typer.Argument(help="Training run folder, plan or trace (.json).")],
-    output: Annotated[Path | None, typer.Option(help="HTML file; default: beside source.")] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="Measured trace to lay beside a plan's.")
-    ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the plan's trace (.json).")] = None,
-    pictures: Annotated[Path | None, typer.Option(help="Folder for a plan's SVG files.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="A run's numbers, else the files written, as JSON.")
-    ] = False,
+    source: Source,
+    output: ReportOutput = None,
+    measured: Measured = None,
+    trace: ReportTrace = None,
+    pictures: Pictures = None,
+    as_json: ReportJson = False,
 ) -> None:
     """Make one self-contained HTML page of a training run, a plan or a trace."""
-    from .plan import parse_plan
-    from .report import plan_trace, read_source, write_pictures, write_report
+    from .report import write_report
 
     page = output or default_page(source)
-    check_outputs(("--output", page, HTML), ("--trace", trace, JSON))
-    require(
-        pictures is None or not pictures.is_file(), f"--pictures must be a folder, got {pictures}"
-    )
-    made = None
-    if trace or measured or pictures:
-        require(
-            source.is_file(),
-            f"--trace, --measured and --pictures need a plan file, got {str(source)!r}",
-        )
-        made = parse_plan(read_source(source), source.name)
+    if trace is None and measured is not None:
+        trace = page.with_suffix(".trace.json")
+    check_report(source, page, measured, trace, pictures)
+    needs_plan = trace is not None or pictures is not None
+    beside = read_plan_and_trace(source, measured) if needs_plan else None
     write_report(source, page)
     files = {"report": page}
-    if made is not None and (trace or measured):
-        files["trace"] = trace or page.with_suffix(".trace.json")
-        plan_trace(made, files["trace"], measured)
-    if made is not None and pictures:
-        write_pictures(made, pictures)
-        files["pictures"] = pictures
-    is_run = source.is_dir() and (source / "config.json").is_file()
-    if is_run:
+    if beside is not None:
+        files |= write_plan_files(*beside, trace, pictures)
+    if source.is_dir() and (source / "config.json").is_file():
         from mok_ref.training.report import report_run
 
         report_run(source, as_json)
@@ -239,6 +280,56 @@ def report(
         print(json.dumps({what: str(path) for what, path in files.items()}))
     for what, path in files.items():
         written(what, path)
+
+
+def check_report(
+    source: Path, page: Path, measured: Path | None, trace: Path | None, pictures: Path | None
+) -> None:
+    """Refuse wrong paths before anything is written. Raises: ValueError naming the option."""
+    require(
+        measured is None or measured.is_file(),
+        f"--measured must be an existing file, got {str(measured)!r}",
+    )
+    check_outputs(
+        ("--output", page, HTML),
+        ("--trace", trace, JSON),
+        inputs={"source": source, "--measured": measured},
+    )
+    require(
+        pictures is None or not pictures.is_file(), f"--pictures must be a folder, got {pictures}"
+    )
+    require(
+        (trace is None and pictures is None) or source.is_file(),
+        f"--trace, --measured and --pictures need a plan file, got {str(source)!r}",
+    )
+
+
+def read_plan_and_trace(source: Path, measured: Path | None) -> tuple[Plan, list[Span]]:
+    """A plan, and the measured timeline of a trace file; none without a file."""
+    from .plan import parse_plan
+    from .report import read_source
+    from .trace import read_timelines
+
+    made = parse_plan(read_source(source), source.name)
+    timelines = {} if measured is None else read_timelines(measured)
+    alone = [span for spans in timelines.values() for span in spans]
+    return made, timelines.get("measured", alone)
+
+
+def write_plan_files(
+    made: Plan, beside: list[Span], trace: Path | None, pictures: Path | None
+) -> dict[str, Path]:
+    """A plan's timeline and pictures, as far as they were asked for; what was written."""
+    from .report import plan_trace, write_pictures
+
+    files = {}
+    if trace is not None:
+        plan_trace(made, trace, beside)
+        files["trace"] = trace
+    if pictures is not None:
+        write_pictures(made, pictures)
+        files["pictures"] = pictures
+    return files
 
 
 def default_page(source: Path) -> Path:

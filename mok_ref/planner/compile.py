@@ -67,9 +67,10 @@ class Compiled:
 
     def step(self, batch: np.ndarray | None = None) -> dict[str, Any]:
         """One training step on whatever is at hand."""
+        trainer = self.trainer  # first: says why a description cannot be trained here
         if batch is not None:
             batch = checked_batch(batch, self.batch, self.sequence)
-        record: dict[str, Any] = self.trainer.step(batch)
+        record: dict[str, Any] = trainer.step(batch)
         return record
 
     def config_options(self) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from mok_ref.casefile import check_writable
+from mok_ref.casefile import check_distinct, check_writable
 from mok_ref.install import install_hint
 
 
@@ -16,23 +17,31 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_outputs(*outputs: tuple[str, Path | None, tuple[str, ...]]) -> None:
+def check_outputs(
+    *outputs: tuple[str, Path | None, tuple[str, ...]],
+    inputs: Mapping[str, str | Path | None] | None = None,
+) -> None:
     """Refuse, before any work is done, files that cannot be written: (option, path, suffixes).
 
-    Raises: ValueError naming the option: another suffix, no such folder, one file for two outputs.
+    inputs  files that are read, by option: no output may replace one of them
+    Raises: ValueError naming the option: another suffix, no such folder, one file for two purposes.
     """
-    seen: dict[Path, str] = {}
     for name, path, suffixes in outputs:
         if path is None:
             continue
         allowed = " or ".join(suffixes)
         require(path.suffix in suffixes, f"{name} must end in {allowed}, got {str(path)!r}")
-        try:
-            check_writable(path)
-        except ValueError as error:
-            raise ValueError(str(error).replace("output", name, 1)) from None
-        other = seen.setdefault(path.resolve(), name)
-        require(other == name, f"{other} and {name} must be different files, got {str(path)!r}")
+        check_writable(path, name)
+    read = {name: path for name, path in (inputs or {}).items() if path and Path(path).is_file()}
+    check_distinct(**read, **{name: path for name, path, _ in outputs})
+
+
+def read_text(path: Path) -> str:
+    """Text of a file. Raises: ValueError naming the file if it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path.name}: not a text file: {error}") from None
 
 
 def optional_module(name: str, extra: str = "planner") -> ModuleType:

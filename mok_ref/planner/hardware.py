@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import require
+from .errors import read_text, require
 
 DATA = Path(__file__).parent / "data" / "hardware"
 
@@ -106,6 +106,17 @@ FIGURES = tuple(
     f.name for f in fields(Hardware) if f.name not in (*TEXT_FIELDS, *COUNT_FIELDS, "sources")
 )
 MAY_BE_ZERO = ("network_bytes_per_s", "native_mxfp8")
+MOST_GPUS = 1 << 20
+# (names end with, least, most): what lies outside is a figure in another unit
+PLAUSIBLE = (
+    ("_flops", 1e9, 1e20),
+    ("_bytes_per_s", 1e6, 1e17),
+    ("memory_bytes", 1e6, 1e17),
+    ("_efficiency", 1e-3, 1.0),
+    ("_us", 0.0, 1e6),
+    ("num_sms", 1, 65536),
+    ("native_mxfp8", 0, 1),
+)
 
 
 def parse_hardware(text: str, where: str) -> Hardware:
@@ -118,6 +129,9 @@ def parse_hardware(text: str, where: str) -> Hardware:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{where}: not a TOML file: {error}") from None
     figures = table.pop("figures", {})
+    require(
+        isinstance(figures, dict), f"{where}: figures must be a table [figures], got {figures!r}"
+    )
     missing = [key for key in (*TEXT_FIELDS, *COUNT_FIELDS) if key not in table]
     missing += [key for key in FIGURES if key not in figures]
     extra = [*(set(table) - {*TEXT_FIELDS, *COUNT_FIELDS}), *(set(figures) - set(FIGURES))]
@@ -128,14 +142,33 @@ def parse_hardware(text: str, where: str) -> Hardware:
     sources: dict[str, str] = {}
     for key in FIGURES:
         values[key], sources[key] = parse_figure(figures[key], key, where)
+    check_topology(table, values, where)
+    values["num_sms"] = int(values["num_sms"])
+    return Hardware(**table, **values, sources=sources)
+
+
+def check_topology(table: dict[str, Any], figures: dict[str, float], where: str) -> None:
+    """Names are lines of text, counts are counts, domains are joined by something."""
+    for key in TEXT_FIELDS:
+        text = table[key]
+        is_line = isinstance(text, str) and bool(text.strip()) and text.isprintable()
+        require(is_line, f"{where}: {key} must be one line of text, got {text!r}")
     for key in COUNT_FIELDS:
         count = table[key]
         require(
             isinstance(count, int) and not isinstance(count, bool) and count >= 1,
             f"{where}: {key} must be an integer >= 1, got {count!r}",
         )
-    values["num_sms"] = int(values["num_sms"])
-    return Hardware(**table, **values, sources=sources)
+    per_domain, domains = table["gpus_per_domain"], table["num_domains"]
+    require(
+        per_domain * domains <= MOST_GPUS,
+        f"{where}: gpus_per_domain * num_domains must be at most {MOST_GPUS}, "
+        f"got {per_domain} * {domains}",
+    )
+    require(
+        domains == 1 or figures["network_bytes_per_s"] > 0,
+        f"{where}: network_bytes_per_s must be above 0 with num_domains={domains}",
+    )
 
 
 def parse_figure(entry: object, key: str, where: str) -> tuple[float, str]:
@@ -151,6 +184,15 @@ def parse_figure(entry: object, key: str, where: str) -> tuple[float, str]:
         f"{where}: {key}.value must be a number >= 0, got {value!r}",
     )
     require(value > 0 or key in MAY_BE_ZERO, f"{where}: {key}.value must be above 0, got {value!r}")
+    least, most = next((low, high) for end, low, high in PLAUSIBLE if key.endswith(end))
+    require(
+        value == 0 or least <= value <= most,
+        f"{where}: {key}.value must lie in {least:g}..{most:g}, got {value!r}",
+    )
+    require(
+        key != "num_sms" or value == int(value),
+        f"{where}: num_sms.value must be a whole number, got {value!r}",
+    )
     require(
         isinstance(source, str) and bool(source.strip()),
         f"{where}: {key}.source must say where the figure is from, got {source!r}",
@@ -179,4 +221,4 @@ def load_hardware(name_or_path: str | Path | Hardware) -> Hardware:
         )
         path = DATA / f"{name_or_path}.toml"
     require(path.is_file(), f"hardware file must exist, got {str(path)!r}")
-    return parse_hardware(path.read_text(encoding="utf-8"), path.name)
+    return parse_hardware(read_text(path), path.name)

@@ -132,36 +132,62 @@ def published_links(path: Path = DATA / "published.toml") -> list[dict[str, Any]
 
 
 def kernel_rows(paths: Iterable[Path]) -> list[Measurement]:
-    """This project's kernel, from benchmark results.
+    """This project's kernel, from benchmark results; of what several files measured, the newest.
 
     Rows whose bits were not right are no measurements of this kernel and are left out.
     Raises: ValueError naming the file and the missing key.
     """
-    result = []
-    for path in sorted(paths):
-        try:
-            table = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path.name}: not a JSON file: {error}") from None
-        if not isinstance(table, dict) or not isinstance(table.get("rows"), list):
-            continue
+    tables = [(path.name, results_table(path)) for path in sorted(paths)]
+    tables.sort(key=lambda item: (str(item[1].get("device", {}).get("date", "")), item[0]))
+    newest: dict[tuple, Measurement] = {}
+    for name, table in tables:
         device = table.get("device", {})
-        is_bench = any(isinstance(row, dict) and "contender" in row for row in table["rows"])
-        for row in rows_of_bench(table) if is_bench else table["rows"]:
+        for row in rows_of_table(table):
             if not isinstance(row, dict) or row.get("ms_ours") is None:
                 continue
             missing = [key for key in NEEDED if key not in row]
-            require(not missing, f"{path.name}: row without {', '.join(missing)}: {row}")
+            require(not missing, f"{name}: row without {', '.join(missing)}: {row}")
             if row.get("bits_ok", True):
-                result.append(kernel_row(row, device, path.name))
-    return result
+                made = kernel_row(row, device, name)
+                newest[what_was_measured(made)] = made
+    return list(newest.values())
+
+
+def results_table(path: Path) -> dict[str, Any]:
+    """A JSON object; {} where the file holds something else than an object."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name}: not a JSON file: {error}") from None
+    return table if isinstance(table, dict) else {}
+
+
+def rows_of_table(table: dict[str, Any]) -> list[Any]:
+    """Rows in the form of `NEEDED`, whichever benchmark wrote the file; none if none did."""
+    if isinstance(table.get("layers"), list):
+        return rows_of_layers(table)
+    if not isinstance(table.get("rows"), list):
+        return []
+    is_bench = any(isinstance(row, dict) and "contender" in row for row in table["rows"])
+    return rows_of_bench(table) if is_bench else table["rows"]
+
+
+def what_was_measured(row: Measurement) -> tuple:
+    """Equal for two measurements of the same thing."""
+    variant = tuple(str(row.extra.get(key)) for key in ("mode", "save", "dw_dtype", "shared"))
+    batches = tuple(row.extra.get(key) for key in ("minibatch", "macrobatch"))
+    sizes = (row.tokens, row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
+    return (row.case, row.what, *sizes, row.routing, row.hardware, row.ranks, row.dtype,
+            variant, batches)  # fmt: skip
 
 
 def kernel_row(row: dict[str, Any], device: dict[str, Any], name: str) -> Measurement:
     case = str(row["case"])
     gpu = str(device.get("gpu", "H200"))
+    ranks, dtype = int(row.get("ranks", 1)), str(row.get("dtype", "bf16"))
+    group = "kernel" if dtype == "bf16" else "kernel, MXFP8"
     return Measurement(
-        "kernel",
+        group if ranks == 1 else "kernel on several H200",
         case,
         str(row["direction"]),
         **sizes_of(row),
@@ -169,20 +195,18 @@ def kernel_row(row: dict[str, Any], device: dict[str, Any], name: str) -> Measur
         source=f"{name}: {gpu}, driver {device.get('driver', '?')}, {device.get('date', '?')}",
         routing=str(row.get("routing", "zipf" if "zipf" in case.lower() else "uniform")),
         hardware="h100" if "H100" in gpu else "h200",
-        ranks=int(row.get("ranks", 1)),
-        dtype=str(row.get("dtype", "bf16")),
+        ranks=ranks,
+        dtype=dtype,
         role=role_of(case, row),
         extra={key: value for key, value in row.items() if key not in NEEDED},
     )
 
 
 def role_of(case: str, row: dict[str, Any]) -> str:
-    """Roles of the kernel's rows: "fit" are fitted cases, bf16, sustained, one GPU; "fitted shape"
-    are these in bursts and the like, no test on anything unseen; all others are "held out"."""
-    if case not in FITTED_CASES:
-        return "held out"
-    plain = row.get("mode", "sustained") == "sustained" and row.get("dtype", "bf16") == "bf16"
-    return "fit" if plain and int(row.get("ranks", 1)) == 1 else "fitted shape"
+    """ "fit" for the fitted cases on one GPU, sustained and in bursts (power limits only the
+    former: together they tell it from the clock); all others are "held out"."""
+    is_fit = case in FITTED_CASES and int(row.get("ranks", 1)) == 1
+    return "fit" if is_fit else "held out"
 
 
 def rows_of_bench(table: dict[str, Any]) -> list[dict[str, Any]]:
@@ -194,13 +218,15 @@ def rows_of_bench(table: dict[str, Any]) -> list[dict[str, Any]]:
 
     result = []
     for row in table["rows"]:
-        case = CASES.get(row.get("case"))
+        full_name = str(row.get("case"))
+        name, _, dtype = full_name.partition(":")
+        case = CASES.get(name)
         if case is None or not str(row.get("contender", "")).startswith("mok_ref"):
             continue
         for mode in ("sustained", "bursts"):
             result.append(
                 {
-                    "case": case.name,
+                    "case": name,
                     "T": case.num_tokens,
                     "H": case.hidden_size,
                     "I": case.intermediate_size,
@@ -210,10 +236,38 @@ def rows_of_bench(table: dict[str, Any]) -> list[dict[str, Any]]:
                     "routing": case.routing,
                     "ms_ours": row[f"{mode}_ms"],
                     "mode": mode,
+                    "dtype": dtype or "bf16",
                     **variant_of(row),
-                    "bits_ok": table.get("bits", {}).get(case.name, "equal") == "equal",
+                    "bits_ok": table.get("bits", {}).get(full_name, "equal") == "equal",
                 }
             )
+    return result
+
+
+def rows_of_layers(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows in the form of `NEEDED` from a report of several GPUs (mok_ref/bench/links_run.py):
+    ours as they are; on one rank only cases that the benchmark of one GPU does not have."""
+    from mok_ref.bench.cases import CASES
+
+    result = []
+    bits = table.get("bits", {})
+    for row in table["layers"]:
+        if row["contender"] not in ("mok_ref", "mok_ref, float32 dW"):
+            continue
+        if row["R"] == 1 and row["case"] in CASES:
+            continue
+        checked = [v for k, v in bits.items() if k.startswith(f"{row['case']}, R {row['R']},")]
+        result.append(
+            {
+                **{key: row[key] for key in ("case", *"THIEK", "direction")},
+                "ms_ours": row["ms"],
+                "ranks": row["R"],
+                "dtype": row.get("dtype", "bf16"),
+                "save": "none" if row["direction"] == "forward" else "all",
+                "dw_dtype": "float32" if "float32" in row["contender"] else "bf16",
+                "bits_ok": all(value == "equal" for value in checked),
+            }
+        )
     return result
 
 

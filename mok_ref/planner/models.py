@@ -6,15 +6,29 @@ Files in `data/models/*.toml`, or a user's file or dict in the same form. The pl
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import require
+from .errors import read_text, require
 
 DATA = Path(__file__).parent / "data" / "models"
+SCORES = ("softmax", "sigmoid")
+MOST = 1 << 24  # of any size; of what there is an array of in the planner, less
+MOST_OF = {"num_experts": 1 << 16, "top_k": 1 << 10, "num_layers": 1 << 16}
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Refuse what is no count of plausible size."""
+    most = MOST_OF.get(name, MOST)
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    require(
+        is_count and least <= value <= most,  # type: ignore[operator]
+        f"{name} must be an integer in {least}..{most}, got {value!r}",
+    )
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,10 @@ class Attention:
     kv_lora_rank: int = 0
     rope_head_dim: int = 0
     value_head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_count(f"attention.{f.name}", getattr(self, f.name), 0)
 
     def num_parameters(self, hidden_size: int) -> int:
         """Weights of one layer's attention (projections only; norms are negligible)."""
@@ -52,6 +70,26 @@ class Routing:
     renormalize: bool = True
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        known = ", ".join(SCORES)
+        require(self.score in SCORES, f"routing.score must be one of {known}, got {self.score!r}")
+        for name in ("num_groups", "keep_groups"):
+            check_count(f"routing.{name}", getattr(self, name), 1)
+        require(
+            self.keep_groups <= self.num_groups,
+            f"routing.keep_groups must be at most num_groups={self.num_groups}, "
+            f"got {self.keep_groups}",
+        )
+        require(
+            isinstance(self.renormalize, bool),
+            f"routing.renormalize must be true or false, got {self.renormalize!r}",
+        )
+        is_number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
+        require(
+            is_number and 0 < self.scale < math.inf,
+            f"routing.scale must be a finite number above 0, got {self.scale!r}",
+        )
+
 
 @dataclass(frozen=True)
 class ModelDescription:
@@ -75,13 +113,15 @@ class ModelDescription:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.type != "int":
-                continue
-            least = 1 if f.name in REQUIRED else 0
-            require(
-                isinstance(value, int) and not isinstance(value, bool) and value >= least,
-                f"{f.name} must be an integer >= {least}, got {value!r}",
-            )
+            if f.type == "int":
+                check_count(f.name, value, 1 if f.name in REQUIRED else 0)
+            elif f.type == "str":
+                is_line = isinstance(value, str) and (value.isprintable() or not value)
+                require(is_line, f"{f.name} must be one line of text, got {value!r}")
+        require(bool(self.name.strip()), "name must not be empty")
+        for name, kind in PARTS.items():
+            value = getattr(self, name)
+            require(isinstance(value, kind), f"{name} must be a table [{name}], got {value!r}")
         require(
             self.num_dense_layers < self.num_layers,
             "num_dense_layers must be below num_layers, got "
@@ -132,6 +172,7 @@ class ModelDescription:
         return chosen + self.replicated_parameters - self.vocab_size * self.hidden_size
 
 
+PARTS = {"attention": Attention, "routing": Routing}
 REQUIRED = (
     "hidden_size",
     "intermediate_size",
@@ -153,15 +194,17 @@ def model_from_table(table: Mapping[str, Any], where: str) -> ModelDescription:
     """
     values = dict(table)
     values.setdefault("name", where)
-    parts = {"attention": Attention, "routing": Routing}
-    for key, kind in parts.items():
-        if isinstance(values.get(key), Mapping):
-            refuse_unknown(values[key], kind, f"{where}: {key}")
-            values[key] = kind(**values[key])
-    refuse_unknown(values, ModelDescription, where)
-    missing = [key for key in REQUIRED[:4] if key not in values]
-    require(not missing, f"{where}: missing {', '.join(missing)}")
-    return ModelDescription(**values)
+    try:
+        for key, kind in PARTS.items():
+            if isinstance(values.get(key), Mapping):
+                refuse_unknown(values[key], kind, key)
+                values[key] = kind(**values[key])
+        refuse_unknown(values, ModelDescription, "model")
+        missing = [key for key in REQUIRED[:4] if key not in values]
+        require(not missing, f"missing {', '.join(missing)}")
+        return ModelDescription(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def refuse_unknown(values: Mapping[str, Any], kind: type, where: str) -> None:
@@ -189,7 +232,7 @@ def load_model(model: str | Path | Mapping[str, Any] | ModelDescription) -> Mode
         path = DATA / f"{model}.toml"
     require(path.is_file(), f"model file must exist, got {str(path)!r}")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path.name}: not a TOML file: {error}") from None
     return model_from_table(table, path.stem)

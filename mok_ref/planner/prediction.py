@@ -56,27 +56,34 @@ def programmes_of(
     setting: Setting, is_backward: bool, ranks: Sequence[int] | None = None
 ) -> list[Programme]:
     """The work of every rank, or of some."""
-    build = backward_programme if is_backward else forward_programme
-    costs = setting.costs
+    costs, choice = setting.costs, setting.choice
     tables = setting.tables(ranks)
     chosen = range(setting.work.num_ranks) if ranks is None else ranks
+    tokens = [float(setting.work.tokens[rank]) for rank in chosen]
+    if is_backward:
+        return [
+            backward_programme(costs, choice, table, n, setting.x_kept)
+            for n, table in zip(tokens, tables, strict=True)
+        ]
     return [
-        build(costs, setting.choice, table, float(setting.work.tokens[rank]))
-        for rank, table in zip(chosen, tables, strict=True)
+        forward_programme(costs, choice, table, n) for n, table in zip(tokens, tables, strict=True)
     ]
 
 
 def coarse(setting: Setting) -> Setting:
-    """Join minibatches where there are too many to simulate each; ring slots shrink alike."""
+    """Join minibatches where there are too many to simulate each; ring slots shrink alike, but two
+    stay two: with one nothing would overlap."""
     choice = setting.choice
-    rows = float(setting.work.counts.sum())
-    steps = 2.0 * rows / choice.minibatch
+    steps = 2.0 * float(setting.work.counts.sum()) / choice.minibatch
     factor = 1
-    while steps / factor > MOST_STEPS and choice.ring_slots % (2 * factor) == 0:
+    while steps / factor > MOST_STEPS:
         factor *= 2
     if factor == 1:
         return setting
-    return replace(setting, choice=replace(choice, minibatch=choice.minibatch * factor))
+    minibatch = choice.minibatch * factor
+    slots = max(min(2, choice.ring_slots), round(choice.ring_slots / factor))
+    joined = replace(choice, minibatch=minibatch, macrobatch=minibatch * slots)
+    return replace(setting, choice=joined)
 
 
 def predict(setting: Setting, is_backward: bool = False, with_spans: bool = False) -> Prediction:
@@ -171,6 +178,8 @@ def foreign_traffic(setting: Setting, members: np.ndarray, is_backward: bool) ->
     pushed = traffic[members][:, is_outside].sum(axis=1) * setting.shape.push_row_bytes
     num = len(members) + 1
     result = np.zeros(4 * num)
-    result[2 * num : 2 * num + len(members)] = pulled * (2.0 if is_backward else 1.0)
+    loads = setting.work.rows_of_ranks(setting.owner)
+    times = setting.pulls_of_backward(float(loads.max())) if is_backward else 1.0
+    result[2 * num : 2 * num + len(members)] = pulled * times
     result[3 * num : 3 * num + len(members)] = pushed
     return result

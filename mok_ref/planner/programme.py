@@ -143,7 +143,9 @@ def forward_programme(
         else:
             seconds = costs.down(rows[q]) + gather_hidden(costs, rows[q])
             freed[slot] = result.add("down", q, seconds, push=q)
-    keep_distance(result, "gate_up", "down", *costs.latencies[:2])
+    stretch = costs.stretch(table.rows.sum(axis=0), False)
+    first, last = (stretch * seconds for seconds in costs.latencies[:2])
+    keep_distance(result, "gate_up", "down", first, last)
     return result
 
 
@@ -194,14 +196,23 @@ def gather_hidden(costs: StageCosts, rows: np.ndarray) -> float:
 
 
 def backward_programme(
-    costs: StageCosts, choice: Choice, table: MinibatchTable, num_tokens: float
+    costs: StageCosts,
+    choice: Choice,
+    table: MinibatchTable,
+    num_tokens: float,
+    x_kept: bool = False,
 ) -> Programme:
-    """Task order of the backward megakernel and its wgrad launches."""
+    """Task order of the backward megakernel and its wgrad launches.
+
+    x_kept  the ring still holds x of the first macrobatch
+    """
     rows, sources = table.rows, table.sources
     num, slots = len(rows), choice.ring_slots
     result = Programme()
-    # x is pulled again for dW_gate and dW_up
-    result.pull_bytes = sources * costs.shape.pull_row_bytes * 2
+    # x is pulled again for dW_gate and dW_up where the ring does not hold it
+    times = np.full((num, 1), 2.0)
+    times[: slots if x_kept else 0] = 1.0
+    result.pull_bytes = sources * costs.shape.pull_row_bytes * times
     result.push_bytes = sources * costs.shape.push_row_bytes
     if costs.shape.shared_intermediate_size:
         result.add("shared", -1, costs.shared_backward(num_tokens))
@@ -230,6 +241,7 @@ def add_macrobatch(
         if q >= inside.start + lag:
             seconds = costs.dgrad_input(rows[q - lag])
             result.add("dgrad_input", q - lag, seconds, push=q - lag)
-    keep_distance(result, "dgrad_hidden", "dgrad_input", *costs.latencies[2:], start)
     together = rows[inside.start : inside.stop].sum(axis=0)
+    first, last = (costs.stretch(together, True) * seconds for seconds in costs.latencies[2:])
+    keep_distance(result, "dgrad_hidden", "dgrad_input", first, last, start)
     result.add("wgrad", inside.start, costs.wgrad(together))

@@ -26,7 +26,7 @@ from .plan import Plan, parse_plan, plan_text
 from .prediction import MOST_RANKS, predict
 from .stages import StageCosts
 from .task_simulation import TaskRun, simulate_tasks
-from .trace import read_trace, spans_of_sms, write_trace
+from .trace import read_timelines, spans_of_sms, summarize, write_trace
 
 STYLE = (
     "body{font-family:sans-serif;max-width:1060px;margin:2em auto;color:#222;padding:0 1em}"
@@ -170,12 +170,11 @@ def figures_section(plan: Plan) -> tuple[str, str]:
     return "Hardware figures", html_table(["figure", "value used", "source"], rows)
 
 
-def plan_trace(plan: Plan, path: Path, measured: Path | None = None) -> None:
-    """Timeline of all ranks, and of rank 0 tile by tile; a measured trace beside it."""
+def plan_trace(plan: Plan, path: Path, measured: Sequence[Span] = ()) -> None:
+    """Timeline of all ranks, and of rank 0 tile by tile; a measured one beside it."""
     group, tasks, _ = plan_spans(plan.setting())
-    beside = read_trace(measured) if measured else []
     apart = [replace(span, rank=plan.chosen.ep_size) for span in tasks]
-    write_trace(path, [*group, *apart], beside, note=str(plan.chosen))
+    write_trace(path, [*group, *apart], measured, note=str(plan.chosen))
 
 
 # --------------------------------------------------------------------------- runs
@@ -276,9 +275,7 @@ def html_report(source: Path) -> str:
     require(source.is_file(), f"report needs an existing file or folder, got {str(source)!r}")
     text = read_source(source)
     if '"traceEvents"' in text:
-        spans = read_trace(source)
-        lanes = ("Timeline", timeline_picture(spans, source.name))
-        return page(f"Trace {source.name}", [lanes, ("By kind", kinds_table(spans))])
+        return page(f"Trace {source.name}", trace_sections(source))
     plan = parse_plan(text, source.name)
     return page(f"{plan.model['name']} on {plan.hardware['title']}", plan_sections(plan))
 
@@ -293,13 +290,23 @@ def read_source(source: Path) -> str:
         ) from None
 
 
+def trace_sections(source: Path) -> list[tuple[str, str]]:
+    """Timelines and tables of a trace: the simulated and the measured one below each other."""
+    sections = []
+    for title, spans in read_timelines(source).items():
+        which = f", {title}" if title else ""
+        sections.append((f"Timeline{which}", timeline_picture(spans, source.name)))
+        sections.append((f"Time by kind{which}", kinds_table(spans)))
+    return sections
+
+
 def kinds_table(spans: Sequence[Span]) -> str:
-    """Number, total and mean duration of each kind of span."""
-    kinds: dict[str, list[float]] = {}
-    for span in spans:
-        kinds.setdefault(span.name.split(" ")[0], []).append((span.end - span.start) * 1e3)
-    rows = [(k, len(v), sum(v), sum(v) / len(v)) for k, v in sorted(kinds.items())]
-    return html_table(["kind", "number", "total ms", "mean ms"], rows)
+    """Number, mean duration and share of time of each kind of span."""
+    rows = [
+        (k.role, k.kind, k.number, k.seconds * 1e3, k.mean_us, f"{k.share:.1%}")
+        for k in summarize(spans)
+    ]
+    return html_table(["lanes", "kind", "number", "total ms", "mean us", "share of time"], rows)
 
 
 def write_report(source: Path, output: Path) -> None:

@@ -27,6 +27,7 @@ from .workload import Workload, make_workload, recorded_workload
 MINIBATCHES = (1024, 2048, 4096, 8192, 16384)
 RING_SLOTS = (2, 4, 8)
 COMMUNICATION_SMS = (0, 16, 32)
+MOST_TOKENS = 1 << 20  # of a GPU's micro-batch, and of a sequence, and micro-batches of a step
 EVEN_ENOUGH = 1.02  # litters stay together if that costs at most 2 % of balance
 
 
@@ -51,11 +52,11 @@ class Question:
     tp_size: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.tokens >= 1, f"tokens must be at least 1, got tokens={self.tokens}")
-        require(
-            self.accumulate >= 1, f"accumulate must be at least 1, got accumulate={self.accumulate}"
-        )
-        require(self.sequence >= 1, f"sequence must be at least 1, got sequence={self.sequence}")
+        for name in ("tokens", "accumulate", "sequence"):
+            value = getattr(self, name)
+            require(
+                1 <= value <= MOST_TOKENS, f"{name} must be in 1..{MOST_TOKENS}, got {name}={value}"
+            )
         require(self.seed >= 0, f"seed must be >= 0, got seed={self.seed}")
         for name, value in (("ep_size", self.ep_size), ("tp_size", self.tp_size)):
             require(value is None or value >= 1, f"{name} must be at least 1, got {name}={value}")

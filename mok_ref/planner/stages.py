@@ -1,14 +1,15 @@
 """What one stage of the kernel costs on one GPU: gate/up, down, dgrad, wgrad, combine.
 
-    seconds = max(issue, power, memory)
+    seconds = max(issue, power) and memory, the shorter one hidden but for `stall_share`
 
     issue    tiles * (k_blocks * t_block + t_epilogue) / SMs          what the clock allows
     power    FLOPs / sustained FLOP/s                                 what 700 W allow
     memory   bytes read / read rate + bytes written / write rate
 
-A tile is 128 rows by 256 columns, a k-block 64 long. Rows count in units of `TAIL_ROWS`: a tile
-with at most 64 rows keeps one of the two math warpgroups idle, and the tensor cores serve the
-other alone. The constants of `KernelConstants` are fitted by `validity.py`, never typed in.
+A tile is 128 rows by 256 columns, a k-block 64 long. One with at most `TAIL_ROWS` rows keeps one of
+the two math warpgroups idle and costs `tail_share` of a full one; clock stamps of the kernels say
+that this is nearly all of it, because operands come as slowly. The constants of `KernelConstants`
+are fitted by `validity.py`, never typed in.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class KernelConstants:
     power_share       main loop's sustained rate / hardware.sustained_bf16_flops
     *_epilogue_us     what a 128x256 tile's epilogue adds when it is not hidden (wgrad: with
                       float32 dW; bf16 stores half the bytes and counts half)
+    tail_share        time of a tile with at most 64 rows over that of a full one: half the work,
+                      nearly the same operands
+    stall_share       share of the shorter of products and memory traffic that the longer one does
+                      not hide: a tile's first operands come late when its weights are cold
     copy_us_per_mb    issue slots that gather and scatter take from the math, per MB of rows
     dequantise_share  MXFP8 expanded to bf16 inside the kernel: factor on issue time
     fixed_us          launches and schedule kernels of one direction
@@ -50,6 +55,8 @@ class KernelConstants:
     down_epilogue_us: float = 3.0
     dgrad_epilogue_us: float = 8.0
     wgrad_epilogue_us: float = 4.0
+    stall_share: float = 0.3
+    tail_share: float = 0.9
     copy_us_per_mb: float = 0.2
     dequantise_share: float = 1.15
     fixed_us: float = 40.0
@@ -205,6 +212,22 @@ class StageCosts:
             self.tile_seconds(2 * inner, k.down_epilogue_us),
         )
 
+    def stretch(self, rows: np.ndarray, is_backward: bool) -> float:
+        """Factor by which tiles of the two trailing products take longer than `latencies`: what
+        power, memory and the rows' gather and scatter add to the clock's limit."""
+        s = self.shape
+        halves = -(-s.columns // TILE_ROWS)
+        columns = (-(-s.columns // TILE_COLUMNS) if is_backward else halves,
+                   -(-s.output_columns // TILE_COLUMNS))  # fmt: skip
+        tiles = self.latencies[2:] if is_backward else self.latencies[:2]
+        blocks = counted_tiles(rows, self.constants.tail_share) / self.compute_sms
+        issue = blocks * sum(n * seconds for n, seconds in zip(columns, tiles, strict=True))
+        if issue == 0.0:
+            return 1.0
+        if is_backward:
+            return (self.dgrad_hidden(rows) + self.dgrad_input(rows)) / issue
+        return (self.gate_up(rows) + self.down(rows)) / issue
+
     def power_seconds(self, flops: float) -> float:
         if not self.sustained:
             return 0.0
@@ -232,13 +255,18 @@ class StageCosts:
         extra: tuple[float, float] = (0.0, 0.0),
     ) -> float:
         """rows (n,) times a weight of `columns` x `depth` per expert; extra = (read, write)."""
-        counted = counted_rows(rows)
-        tiles = counted / TILE_ROWS * -(-columns // TILE_COLUMNS)
+        blocks = counted_tiles(rows, self.constants.tail_share)
+        tiles = blocks * -(-columns // TILE_COLUMNS)
         issue = self.issue_seconds(tiles, padded(depth, TILE_DEPTH), epilogue_us)
         power = self.power_seconds(2.0 * float(np.sum(rows)) * columns * depth)
         weights = np.count_nonzero(rows) * weight_elements * self.shape.weight_bytes
         memory = self.memory_seconds(weights + extra[0], extra[1])
-        return max(issue, power, memory)
+        return self.together(max(issue, power), memory)
+
+    def together(self, products: float, memory: float) -> float:
+        """Products and memory traffic side by side, the shorter one not wholly hidden."""
+        stalled = self.constants.stall_share * min(products, memory)
+        return max(products, memory) + stalled
 
     def gate_up(self, rows: np.ndarray, saves: bool = True) -> float:
         """gate and up side by side (2I columns, chain H), SwiGLU in the epilogue."""
@@ -317,7 +345,7 @@ class StageCosts:
         read = n * (2 * s.hidden_size + 3 * s.columns) * 2.0
         write = elements * (4.0 if self.float32_dw else 2.0)
         power = self.power_seconds(6.0 * n * s.hidden_size * s.columns)
-        return max(issue, power, self.memory_seconds(read, write))
+        return self.together(max(issue, power), self.memory_seconds(read, write))
 
     def combine(self, num_tokens: float) -> float:
         """Epilogue: K rows of the combine buffer into each token, streaming."""
@@ -345,9 +373,11 @@ def padded(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def counted_rows(rows: np.ndarray) -> float:
-    """Rows as the tensor cores see them: each expert's tail rounded up to TAIL_ROWS."""
-    return float(np.sum(-(-np.asarray(rows) // TAIL_ROWS) * TAIL_ROWS))
+def counted_tiles(rows: np.ndarray, tail_share: float) -> float:
+    """Row blocks of all experts; one with at most TAIL_ROWS rows counts `tail_share`."""
+    rest = np.asarray(rows) % TILE_ROWS
+    whole = np.sum(np.asarray(rows) // TILE_ROWS) + np.count_nonzero(rest > TAIL_ROWS)
+    return float(whole + tail_share * np.count_nonzero((rest > 0) & (rest <= TAIL_ROWS)))
 
 
 def layer_flops(rows: float, model: LayerShape, tokens: float = 0.0) -> float:

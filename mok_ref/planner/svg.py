@@ -16,7 +16,12 @@ COLOURS = {
     "dgrad_hidden": "#2f8f6f",
     "dgrad_input": "#c9603c",
     "wgrad": "#7a4f8f",
-}
+    "shared_gate_up": "#9a8fbf",
+    "shared_down": "#b3a8d6",
+    "gate_up_again": "#5f93b8",
+    "store": "#c9b458",
+    "load": "#b7cbd6",
+} | dict.fromkeys(("wait_rows", "wait_operands", "wait_store", "wait_tile", "wait_ring"), "#e6e1dc")
 PALETTE = ("#2f6f9f", "#e08a3c", "#2f8f6f", "#c9603c", "#7a4f8f", "#c9b458", "#7aa6c2", "#8a8a8a")
 
 

@@ -113,25 +113,9 @@ def tile_kinds(costs: StageCosts, is_backward: bool) -> tuple[TileKind, TileKind
     made = []
     for i in range(2):
         full = costs.tile_seconds(depths[i], epilogues[i])
-        made.append(TileKind(names[i], columns[i], full, full / 2, 2.0 * TILE_COLUMNS * i))
+        half = full * k.tail_share
+        made.append(TileKind(names[i], columns[i], full, half, 2.0 * TILE_COLUMNS * i))
     return made[0], made[1]
-
-
-def power_stretch(costs: StageCosts, blocks: Blocks, kinds: tuple[TileKind, TileKind]) -> float:
-    """Factor on tile times: power where it, not the clock, sets the pace; and the issue slots
-    that gather and scatter take from the math on all SMs."""
-    s = costs.shape
-    full = blocks.valid > TAIL_ROWS
-    issue = 0.0
-    for kind in kinds:
-        issue += kind.columns * (kind.full * full.sum() + kind.half * (~full).sum())
-    flops = 6.0 * float(blocks.valid.sum()) * s.hidden_size * s.columns
-    issue /= costs.compute_sms
-    if issue == 0.0:
-        return 1.0
-    rows = float(blocks.valid.sum())
-    copies = costs.copy_seconds(rows, s.pull_row_bytes) + costs.copy_seconds(rows, s.push_row_bytes)
-    return max(1.0, costs.power_seconds(flops) / issue) + copies / issue
 
 
 class Tickets:
@@ -177,7 +161,8 @@ class RankTasks:
         self.is_backward = is_backward
         self.tickets = Tickets(self.costs.compute_sms, setting.choice.communication_sms, with_spans)
         self.kinds = tile_kinds(self.costs, is_backward)
-        self.stretch = power_stretch(self.costs, self.blocks, self.kinds)
+        self.rows = np.bincount(self.blocks.expert, weights=self.blocks.valid)
+        self.stretch = self.costs.stretch(self.rows, is_backward)
         num_rows = len(self.blocks.valid) * TILE_ROWS
         direction = "backward" if is_backward else "forward"
         choice = setting.choice
@@ -197,7 +182,8 @@ class RankTasks:
         """When the rows of a minibatch are all in the ring."""
         blocks = blocks_of(batch)
         start = max(self.pull_end, self.freed.get(self.slot_of(batch), 0.0))
-        factor = 2.0 if self.is_backward else 1.0
+        in_ring = self.setting.x_kept and batch.first < self.setting.choice.macrobatch
+        factor = 2.0 if self.is_backward and not in_ring else 1.0
         row_bytes = self.costs.shape.pull_row_bytes * factor
         remote = float(self.blocks.remote[blocks.start : blocks.stop].sum())
         total = float(self.blocks.valid[blocks.start : blocks.stop].sum())
@@ -274,10 +260,12 @@ class RankTasks:
         stored = costs.constants.wgrad_epilogue_us * (1.0 if costs.float32_dw else 0.5)
         blocks = slice(blocks_of(batches[0]).start, blocks_of(batches[-1]).stop)
         counts = np.bincount(self.blocks.expert[blocks], weights=self.blocks.valid[blocks])
-        for rows in counts[counts > 0]:
-            seconds = costs.tile_seconds(padded(int(rows), TILE_DEPTH), stored) * self.stretch
+        counts = counts[counts > 0]
+        chains = [costs.tile_seconds(padded(int(rows), TILE_DEPTH), stored) for rows in counts]
+        stretch = costs.wgrad(counts) * costs.compute_sms / (tiles * sum(chains))
+        for seconds in chains:
             for _ in range(tiles):
-                end, sm = self.tickets.draw("wgrad", start, seconds, "waiting for dgrad")
+                end, sm = self.tickets.draw("wgrad", start, seconds * stretch, "waiting for dgrad")
                 self.tickets.put_back(end, sm)
         # the ring is free for the next macrobatch only now
         end = self.restart()

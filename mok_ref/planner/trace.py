@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +20,123 @@ from .minibatch_simulation import Span
 LANES = ("pull", "compute", "push")
 
 # One record per finished task of a kernel run with --trace: who, what, and globaltimer stamps.
+# CUDA twin: cuda_src/trace.cuh: TraceRecord
 STAMP = np.dtype(
     [
-        ("sm", "u4"),
-        ("kind", "u4"),
-        ("index", "u4"),
-        ("unused", "u4"),
+        ("sm", "u2"),
+        ("rank", "u2"),
+        ("kind", "u2"),
+        ("warp", "u2"),
+        ("row_block", "u4"),
+        ("column", "u4"),
         ("start", "u8"),
         ("end", "u8"),
     ]
 )
-STAMP_KINDS = ("pull", "shared", "gate_up", "down", "dgrad_hidden", "dgrad_input", "wgrad")
+# CUDA twin: cuda_src/trace.cuh: TraceKind. Where the simulation has the kind, too, its name.
+STAMP_KINDS = (
+    "pull",
+    "shared_gate_up",
+    "shared_down",
+    "gate_up",
+    "down",
+    "gate_up_again",
+    "dgrad_hidden",
+    "dgrad_input",
+    "wgrad",
+    "store",
+    "load",
+    "wait_rows",
+    "wait_operands",
+    "wait_store",
+    "wait_tile",
+    "wait_ring",
+)
+ROLES = {
+    "pull": ("pull", "wait_ring"),
+    "load": ("load", "wait_rows"),
+    "store": ("store", "wait_tile"),
+}
+FIRST_MATH_WARP = 4  # the warps before it load, pull and store
 
 
-def spans_from_stamps(stamps: np.ndarray, rank: int) -> list[Span]:
+def spans_from_stamps(stamps: np.ndarray) -> list[Span]:
     """Device-side stamps (n,) of dtype STAMP, in nanoseconds, as spans; the earliest is time 0.
 
-    Records with end = 0 were never written (the buffer is sized for the worst case).
+    A lane is one warp of one multiprocessor: "SM 5 math 8" is the second math warpgroup there.
     Raises: ValueError if a kind is unknown or an end precedes its start.
     """
     require(stamps.dtype == STAMP, f"stamps must have dtype STAMP, got {stamps.dtype}")
-    done = stamps[stamps["end"] > 0]
-    if len(done) == 0:
+    if len(stamps) == 0:
         return []
     require(
-        bool((done["kind"] < len(STAMP_KINDS)).all()),
-        f"stamps.kind must be below {len(STAMP_KINDS)}, got {int(done['kind'].max())}",
+        bool((stamps["kind"] < len(STAMP_KINDS)).all()),
+        f"stamps.kind must be below {len(STAMP_KINDS)}, got {int(stamps['kind'].max())}",
     )
-    require(bool((done["end"] >= done["start"]).all()), "stamps.end must not precede stamps.start")
-    zero = int(done["start"].min())
+    require(
+        bool((stamps["end"] >= stamps["start"]).all()), "stamps.end must not precede stamps.start"
+    )
+    zero = int(stamps["start"].min())
     return [
         Span(
-            int(s["sm"]) if rank < 0 else rank,
-            "pull" if s["kind"] == 0 else f"SM {int(s['sm'])}",
-            f"{STAMP_KINDS[int(s['kind'])]} {int(s['index'])}",
-            (int(s["start"]) - zero) * 1e-9,
-            (int(s["end"]) - zero) * 1e-9,
+            rank,
+            f"SM {sm} {role_of(kind, warp)} {warp}",
+            f"{STAMP_KINDS[kind]} {row_block}.{column}",
+            (start - zero) * 1e-9,
+            (end - zero) * 1e-9,
         )
-        for s in done
+        for sm, rank, kind, warp, row_block, column, start, end in stamps.tolist()
     ]
+
+
+def role_of(kind: int, warp: int) -> str:
+    """What a warp does, from one of its tasks. A math warp that pulls rows at the start counts as a
+    pulling one until it multiplies."""
+    role = next((role for role, kinds in ROLES.items() if STAMP_KINDS[kind] in kinds), "other")
+    return role if warp < FIRST_MATH_WARP or role == "pull" else "math"
+
+
+@dataclass(frozen=True)
+class KindSummary:
+    """All spans of one kind in lanes of one role: how many, their seconds together, and their
+    share of the time of these lanes from the first span of all to the last."""
+
+    role: str
+    kind: str
+    number: int
+    seconds: float
+    share: float
+
+    @property
+    def mean_us(self) -> float:
+        return self.seconds / self.number * 1e6
+
+
+def summarize(spans: Sequence[Span]) -> list[KindSummary]:
+    """Where the time went, by role and kind; what a role's lanes did not record is "idle"."""
+    if not spans:
+        return []
+    whole = max(span.end for span in spans) - min(span.start for span in spans)
+    lanes: dict[str, set[tuple[int, str]]] = {}
+    kinds: dict[tuple[str, str], list[float]] = {}
+    for span in spans:
+        role = role_of_lane(span.lane)
+        lanes.setdefault(role, set()).add((span.rank, span.lane))
+        kinds.setdefault((role, span.name.split(" ")[0]), []).append(span.end - span.start)
+    result = []
+    for role in sorted(lanes):
+        time = len(lanes[role]) * whole
+        parts = [(kind, len(v), sum(v)) for (r, kind), v in sorted(kinds.items()) if r == role]
+        idle = max(0.0, time - sum(seconds for _, _, seconds in parts))
+        for kind, number, seconds in [*parts, ("idle", len(lanes[role]), idle)]:
+            result.append(KindSummary(role, kind, number, seconds, seconds / time if time else 0.0))
+    return result
+
+
+def role_of_lane(lane: str) -> str:
+    """ "math" of "SM 5 math 8"; simulated lanes are "SM 5", pull, compute or push."""
+    words = lane.split(" ")
+    return (words[2] if len(words) > 2 else "tiles") if words[0] == "SM" else lane
 
 
 def spans_of_sms(spans: Iterable[Span], rank: int) -> list[Span]:
@@ -70,7 +149,7 @@ def spans_of_sms(spans: Iterable[Span], rank: int) -> list[Span]:
 def lane_order(lane: str) -> tuple[int, int, str]:
     if lane in LANES:
         return 0, LANES.index(lane), lane
-    number = lane.removeprefix("SM ")
+    number = lane.removeprefix("SM ").split(" ")[0]
     return 1, int(number) if number.isdigit() else 0, lane
 
 
@@ -125,24 +204,30 @@ def read_trace(path: Path) -> list[Span]:
 
     Raises: ValueError naming the file if it is no trace.
     """
+    return [span for spans in read_timelines(path).values() for span in spans]
+
+
+def read_timelines(path: Path) -> dict[str, list[Span]]:
+    """Spans of a trace file by timeline: "simulated" and "measured", or "" where there is but one.
+
+    Raises: ValueError naming the file if it is no trace.
+    """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        events = document["traceEvents"]
-        lanes = {
-            (e["pid"], e["tid"]): e["args"]["name"]
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        names = {
+            (e["name"], e["pid"], e["tid"]): str(e["args"]["name"])
             for e in events
-            if e["ph"] == "M" and e["name"] == "thread_name"
+            if e["ph"] == "M"
         }
-        return [
-            Span(
-                e["pid"],
-                lanes.get((e["pid"], e["tid"]), str(e["tid"])),
-                e["name"],
-                e["ts"] / 1e6,
-                (e["ts"] + e["dur"]) / 1e6,
-            )
-            for e in events
-            if e["ph"] == "X"
-        ]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        found: dict[str, list[Span]] = {}
+        for e in events:
+            if e["ph"] != "X":
+                continue
+            pid, tid = e["pid"], e["tid"]
+            title = names.get(("process_name", pid, 0), "").rpartition("rank")[0].strip()
+            lane = names.get(("thread_name", pid, tid), str(tid))
+            start, end = e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6
+            found.setdefault(title, []).append(Span(pid, lane, e["name"], start, end))
+        return found
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path.name}: not a trace file: {error!r}") from None

@@ -1,8 +1,9 @@
-"""`mok-ref tune`: measure ring and minibatch sizes on the machine at hand, keep the best.
+"""`mok-ref tune`: measure ring, minibatch and cluster sizes on the machine at hand, keep the best.
 
 Bits do not depend on these sizes (contract, section 6), so tuning can never change a result. What
 was found is stored in one JSON file beside the compiled kernels, under a key that digests the
-device and everything the best sizes depend on; `tuned` looks it up when a layer is made.
+device and everything the best sizes depend on; `tuned` and `tuned_cluster_size` look it up when a
+layer is made.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,20 @@ from .errors import require
 SCHEMA = "mok_ref.tuning/1"
 MINIBATCHES = (1024, 2048, 4096, 8192)
 SLOTS = (2, 4, 8)
+CLUSTER_SIZES = (1, 2)
+FINALISTS = 3
+FINAL_ROUNDS = 3
+CALLS_WITHOUT_PAUSE = {"cpu": 1, "cuda": 10}  # of one sample
+MARGIN = 0.01  # what is closer than this to the layer's own choice is noise
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Sizes that may be measured; cluster_size concerns the forward kernel on Hopper alone."""
+
+    minibatch: int
+    macrobatch: int
+    cluster_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,7 @@ class Tried:
     macrobatch: int
     ms: float
     samples: int
+    cluster_size: int = 1
 
 
 def tuning_path() -> Path:
@@ -109,6 +125,18 @@ def tuned(config: MoEConfig, device: str, num_tokens: int, path: Path | None = N
         return config
 
 
+def tuned_cluster_size(
+    config: MoEConfig, device: str, num_tokens: int, path: Path | None = None
+) -> int:
+    """CTAs that share weight tiles, as measured together with the sizes of `tuned`; 1 without."""
+    path = path or tuning_path()
+    if config.minibatch is not None or config.macrobatch is not None or not path.is_file():
+        return 1
+    entry = read_tuning(path).get(tuning_key(config, device_name(device), num_tokens))
+    size = entry.get("cluster_size") if isinstance(entry, dict) else None
+    return size if size in CLUSTER_SIZES else 1
+
+
 def store_tuning(
     config: MoEConfig, name: str, num_tokens: int, best: Tried, path: Path | None = None
 ) -> str:
@@ -121,6 +149,7 @@ def store_tuning(
         **key_facts(config, name, num_tokens),
         "minibatch": best.minibatch,
         "macrobatch": best.macrobatch,
+        "cluster_size": best.cluster_size,
         "ms": best.ms,
         "samples": best.samples,
         "measured": time.strftime("%Y-%m-%d"),
@@ -145,40 +174,115 @@ def sizes_to_try(num_rows: int) -> list[tuple[int, int]]:
     return sorted(pair for pair in found if pair[1] <= most)
 
 
-def layer_timer(
-    config: MoEConfig, num_tokens: int, device: str, backward: bool, seed: int
-) -> Callable[[MoEConfig, int], float]:
-    """A function that runs the layer `repeats` times on all ranks and returns the median ms.
+def candidates(
+    config: MoEConfig, num_tokens: int, device: str, sizes: Iterable[tuple[int, int]] | None
+) -> list[Candidate]:
+    """What to measure: what the layer would take by itself, then all others."""
+    own = own_choice(config, num_tokens)
+    pairs = list(sizes) if sizes is not None else sizes_to_try(num_tokens * config.top_k)
+    clusters = cluster_sizes(config, device)
+    found = [Candidate(*own)] if sizes is None else []
+    found += [Candidate(*pair, size) for pair in (own, *pairs) for size in clusters]
+    if sizes is not None:
+        found = [c for c in found if (c.minibatch, c.macrobatch) in pairs]
+    return list(dict.fromkeys(found))
 
-    Inputs are drawn once; ranks are virtual (one process), on the CPU or on one GPU.
+
+def own_choice(config: MoEConfig, num_tokens: int) -> tuple[int, int]:
+    """(minibatch, macrobatch) of a device layer for which nothing was measured."""
+    from mok_ref.gpu.workspace import derive_sizes
+
+    sizes = derive_sizes(replace(config, minibatch=None, macrobatch=None), 0, num_tokens)
+    return sizes.mini_blocks * ROW_TILE, sizes.macro_blocks * ROW_TILE
+
+
+def cluster_sizes(config: MoEConfig, device: str) -> tuple[int, ...]:
+    """Sizes that the forward kernel at hand knows."""
+    if device == "cpu" or config.dtype != "bf16":
+        return (1,)
+    import cupy
+
+    from mok_ref.gpu.hopper import supports
+
+    widths = (config.hidden_size, config.intermediate_size, config.shared_intermediate_size)
+    is_hopper = str(cupy.cuda.Device().compute_capability) == "90"
+    return CLUSTER_SIZES if is_hopper and supports(*widths) else (1,)
+
+
+class LayerTimer:
+    """Times the layer on all ranks of this process with one set of inputs.
+
+    Ranks are virtual, on the CPU or on one GPU. The experts of a rank hold equal weights: that
+    changes no time and is drawn quickly.
     """
-    from mok_ref.testing import random_bf16
 
-    rng = np.random.default_rng([seed, config.num_experts])
-    tokens = [num_tokens] * config.ep_size
-    h, i = config.hidden_size, config.intermediate_size
-    x = [random_bf16(rng, (t, h)) for t in tokens]
-    ids = [random_ids(rng, t, config) for t in tokens]
-    weights = [
-        (
-            random_bf16(rng, (config.num_local_experts(r), i, h), h**-0.5),
-            random_bf16(rng, (config.num_local_experts(r), i, h), h**-0.5),
-            random_bf16(rng, (config.num_local_experts(r), h, i), i**-0.5),
-        )
-        for r in range(config.ep_size)
-    ]
+    def __init__(
+        self, config: MoEConfig, num_tokens: int, device: str, backward: bool, seed: int
+    ) -> None:
+        from mok_ref.testing import random_bf16
 
-    def run(tried: MoEConfig, repeats: int) -> float:
+        rng = np.random.default_rng([seed, config.num_experts])
+        hidden, inner = config.hidden_size, config.intermediate_size
+        ranks = range(config.ep_size)
+        self.device, self.size, self.backward = device, config.ep_size, backward
+        self.inputs = [
+            (random_bf16(rng, (num_tokens, hidden)), *random_ids(rng, num_tokens, config))
+            for _ in ranks
+        ]
+        inward, outward = (inner, hidden), (hidden, inner)
+        expert = [random_bf16(rng, shape, shape[1] ** -0.5) for shape in (inward, inward, outward)]
+        if device == "cuda":
+            self.inputs = [tuple(on_device(array) for array in rank) for rank in self.inputs]
+        self.weights = [
+            [repeated(array, config.num_local_experts(rank), device) for array in expert]
+            for rank in ranks
+        ]
+
+    def __call__(self, config: MoEConfig, candidate: Candidate, samples: int) -> list[float]:
+        """Milliseconds of one call, on the slowest rank, `samples` times.
+
+        On a GPU a sample is the mean of calls that follow each other without a pause.
+        """
+        tried = replace(config, minibatch=candidate.minibatch, macrobatch=candidate.macrobatch)
+
         def one_rank(heap: Any) -> list[float]:
             rank = heap.rank
-            inputs = (x[rank], *ids[rank])
-            return time_rank(tried, heap, inputs, weights[rank], repeats, backward)
+            workspace = new_workspace(tried, heap, len(self.inputs[rank][0]))
+            if heap.device == "cuda":
+                workspace.cluster_size = candidate.cluster_size
+            inputs, weights = self.inputs[rank], self.weights[rank]
+            times = time_rank(tried, heap, inputs, weights, workspace, samples, self.backward)
+            workspace.close()
+            return times
 
-        samples = on_ranks(device, config.ep_size)(one_rank)
-        slowest = [max(parts) for parts in zip(*samples, strict=True)]
-        return statistics.median(slowest)
+        parts = on_ranks(self.device, self.size)(one_rank)
+        if self.device == "cuda":
+            release_memory()
+        return [max(sample) for sample in zip(*parts, strict=True)]
 
-    return run
+
+def on_device(array: np.ndarray) -> Any:
+    import cupy
+
+    return cupy.asarray(array.view(np.uint16) if array.dtype.itemsize == 2 else array)
+
+
+def repeated(array: np.ndarray, times: int, device: str) -> Any:
+    """(times, ...) of equal matrices."""
+    if device == "cpu":
+        return np.repeat(array[None], times, axis=0)
+    import cupy
+
+    result = cupy.empty((times, *array.shape), np.uint16)
+    result[...] = on_device(array)
+    return result
+
+
+def release_memory() -> None:
+    """Give back what the next candidate, on other streams, could not use again."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
 
 
 def random_ids(
@@ -207,40 +311,38 @@ def on_ranks(device: str, size: int) -> Callable[[Callable[[Any], Any]], list[An
 def time_rank(
     config: MoEConfig,
     heap: Any,
-    inputs: tuple[np.ndarray, np.ndarray, np.ndarray],
-    weights: tuple[np.ndarray, np.ndarray, np.ndarray],
-    repeats: int,
+    inputs: Sequence[Any],
+    weights: Sequence[Any],
+    workspace: Any,
+    samples: int,
     backward: bool,
 ) -> list[float]:
-    """Milliseconds of each repeat on this rank, after one call that warms caches."""
+    """Milliseconds of one call in each sample on this rank, after calls that warm caches."""
     from mok_ref.experts import ExpertWeights
     from mok_ref.layer import moe_backward, moe_forward
 
     x, topk_ids, topk_weights = inputs
     experts = ExpertWeights(*weights)
-    if heap.device == "cuda":
-        import cupy
 
-        x, topk_ids, topk_weights = (cupy.asarray(a) for a in (bits(x), topk_ids, topk_weights))
-        experts = ExpertWeights(*(cupy.asarray(bits(w)) for w in weights))
-    workspace = new_workspace(config, heap, len(x))
-    times = []
-    for _ in range(repeats + 1):
-        heap.barrier()
-        begin = time.perf_counter()
+    def call() -> None:
         _, context = moe_forward(
             config, heap, x, topk_ids, topk_weights, experts, workspace=workspace
         )
         if backward:
             moe_backward(context, x)
+
+    times = []
+    calls = CALLS_WITHOUT_PAUSE[heap.device]
+    for sample in range(-1, samples):
+        heap.barrier()
         synchronize(heap)
-        times.append((time.perf_counter() - begin) * 1e3)
-    workspace.close()
-    return times[1:]
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    return array.view(np.uint16) if array.dtype.itemsize == 2 else array
+        begin = time.perf_counter()
+        for _ in range(calls if sample >= 0 else 1):
+            call()
+        synchronize(heap)
+        if sample >= 0:
+            times.append((time.perf_counter() - begin) * 1e3 / calls)
+    return times
 
 
 def new_workspace(config: MoEConfig, heap: Any, num_tokens: int) -> Any:
@@ -254,10 +356,65 @@ def new_workspace(config: MoEConfig, heap: Any, num_tokens: int) -> Any:
 
 
 def synchronize(heap: Any) -> None:
+    """Wait for this rank's stream and raise what its device reported."""
     if heap.device == "cuda":
-        import cupy
+        heap.check()
 
-        cupy.cuda.get_current_stream().synchronize()
+
+class Search:
+    """Measures candidates until the time is used up, then the best of them again."""
+
+    def __init__(
+        self,
+        timer: Callable[[MoEConfig, Candidate, int], list[float]],
+        config: MoEConfig,
+        progress: Callable[[Tried], None] | None,
+    ) -> None:
+        self.timer, self.config, self.progress = timer, config, progress
+        self.samples: dict[Candidate, list[float]] = {}
+
+    def measure(self, candidate: Candidate, samples: int) -> None:
+        found = self.samples.setdefault(candidate, [])
+        found += self.timer(self.config, candidate, samples)
+        if self.progress:
+            self.progress(self.tried(candidate))
+
+    def run(self, wanted: Sequence[Candidate], samples: int, seconds: float, seed: int) -> None:
+        """All of `wanted` once, as far as three quarters of the time reach (the first at least);
+        then the best few and the first, in rounds of random order."""
+        end = time.monotonic() + seconds
+        for candidate in wanted:
+            if self.samples and time.monotonic() > end - 0.25 * seconds:
+                break
+            self.measure(candidate, samples)
+        finalists = [*self.ranking()[:FINALISTS], wanted[0]]
+        finalists = list(dict.fromkeys(finalists))
+        rng = np.random.default_rng(seed)
+        for _ in range(FINAL_ROUNDS if len(self.samples) > 1 else 0):
+            for index in rng.permutation(len(finalists)):
+                if time.monotonic() < end:
+                    self.measure(finalists[index], samples)
+
+    def tried(self, candidate: Candidate) -> Tried:
+        found = self.samples[candidate]
+        return Tried(
+            candidate.minibatch,
+            candidate.macrobatch,
+            statistics.median(found),
+            len(found),
+            candidate.cluster_size,
+        )
+
+    def ranking(self) -> list[Candidate]:
+        return sorted(self.samples, key=lambda c: statistics.median(self.samples[c]))
+
+    def best(self, own: Candidate) -> Candidate:
+        """The fastest; the layer's own choice where nothing is clearly faster."""
+        fastest = self.ranking()[0]
+        if own not in self.samples:
+            return fastest
+        gain = statistics.median(self.samples[own]) / statistics.median(self.samples[fastest]) - 1
+        return fastest if gain > MARGIN else own
 
 
 def tune(
@@ -270,27 +427,29 @@ def tune(
     path: Path | None = None,
     sizes: Sequence[tuple[int, int]] | None = None,
     progress: Callable[[Tried], None] | None = None,
+    seconds: float = 60.0,
 ) -> list[Tried]:
     """Measure, store the best, return everything tried, the best first.
 
     num_tokens   per rank
     device       "cuda"; "cpu" measures too, but stores only where `path` is given: the CPU layer
                  looks no sizes up
+    sizes        (minibatch, macrobatch) to measure instead of the usual ones
+    seconds      no new measurement begins later, except the first
     Raises: ValueError naming the argument.
     """
     require(repeats >= 1, f"repeats must be at least 1, got {repeats=}")
     require(num_tokens >= 1, f"num_tokens must be at least 1, got {num_tokens=}")
     require(device in ("cpu", "cuda"), f"device must be cpu or cuda, got {device!r}")
     require(seed >= 0, f"seed must be >= 0, got {seed=}")
-    timer = layer_timer(config, num_tokens, device, backward, seed)
-    tried = []
-    for minibatch, macrobatch in sizes or sizes_to_try(num_tokens * config.top_k):
-        candidate = replace(config, minibatch=minibatch, macrobatch=macrobatch)
-        ms = timer(candidate, repeats)
-        tried.append(Tried(minibatch, macrobatch, ms, repeats))
-        if progress:
-            progress(tried[-1])
-    tried.sort(key=lambda t: t.ms)
+    require(seconds > 0, f"seconds must be above 0, got {seconds=}")
+    wanted = candidates(config, num_tokens, device, sizes)
+    timer = LayerTimer(config, num_tokens, device, backward, seed)
+    search = Search(timer, config, progress)
+    search.run(wanted, repeats, seconds, seed)
+    best = search.best(Candidate(*own_choice(config, num_tokens)))
+    order = [best, *(c for c in search.ranking() if c != best)]
+    tried = [search.tried(candidate) for candidate in order]
     if device != "cpu" or path is not None:
         store_tuning(config, device_name(device), num_tokens, tried[0], path)
     return tried

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mok_ref.config import MoEConfig
+from mok_ref.gpu.workspace import derive_sizes
+
 from .choice import Choice
 from .closed_form import Setting
 from .errors import check_outputs, optional_module, require
@@ -50,9 +53,11 @@ PARAMETERS = (
     "down_epilogue_us",
     "dgrad_epilogue_us",
     "wgrad_epilogue_us",
+    "stall_share",
+    "tail_share",
     "copy_us_per_mb",
 )
-DENSE = KernelConstants(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+DENSE = KernelConstants(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0)
 MOST_ERROR = 0.15  # median of the held-out rows; above it the exit status is 1
 KERNEL_ROWS_TO_FIT = 8  # with fewer rows of the real kernel the prototype's are fitted
 
@@ -120,13 +125,12 @@ def dense_seconds(row: Measurement, hardware: Hardware) -> float:
 
 
 def choice_of_row(row: Measurement) -> Choice:
-    """The batches a row was measured with; where it names none, the layer's own default: one ring
-    that holds twice a balanced load and a block per expert. A backward row's forward saved all."""
+    """The batches a row was measured with; where it names none, those the layer takes by itself.
+    A backward row's forward saved all."""
     extra = row.extra
-    blocks = -(-2 * row.rows // TILE_ROWS) + -(-row.num_experts // row.ranks)
-    whole = blocks * TILE_ROWS
-    minibatch = int(extra.get("minibatch") or min(2048, whole))
-    macrobatch = int(extra.get("macrobatch") or -(-whole // minibatch) * minibatch)
+    default = default_batches(row)
+    minibatch = int(extra.get("minibatch") or default[0])
+    macrobatch = int(extra.get("macrobatch") or -(-default[1] // minibatch) * minibatch)
     save = "all" if "backward" in row.what else str(extra.get("save", "all"))
     return Choice(
         row.ranks,
@@ -139,22 +143,41 @@ def choice_of_row(row: Measurement) -> Choice:
     )
 
 
-def layer_seconds(row: Measurement, hardware: Hardware, constants: KernelConstants) -> float:
-    """The whole layer through the simulation of all its ranks."""
+def default_batches(row: Measurement) -> tuple[int, int]:
+    """(minibatch, macrobatch) of a layer on a device whose configuration names none."""
+    config = MoEConfig(
+        row.hidden_size,
+        row.intermediate_size,
+        row.num_experts,
+        row.top_k,
+        row.ranks,
+        placement=tuple(in_order(np.ones(row.num_experts), row.ranks).owner.tolist()),
+    )
+    sizes = derive_sizes(config, 0, row.tokens)
+    return sizes.mini_blocks * TILE_ROWS, sizes.macro_blocks * TILE_ROWS
+
+
+def setting_of_row(row: Measurement, hardware: Hardware, constants: KernelConstants) -> Setting:
+    """What the simulation of a row's layer on all its ranks takes."""
     if row.extra.get("native_fp8"):
         hardware = replace(hardware, native_mxfp8=1.0)
     work = cached_workload(row)
-    owner = in_order(work.expert_load, row.ranks).owner
-    setting = Setting(
+    return Setting(
         hardware,
         shape_of_row(row),
         choice_of_row(row),
         constants,
         work,
-        owner,
+        in_order(work.expert_load, row.ranks).owner,
         sustained=row.extra.get("mode", "sustained") != "bursts",
         float32_dw=row.extra.get("dw_dtype", "bf16") == "float32",
+        x_kept=True,
     )
+
+
+def layer_seconds(row: Measurement, hardware: Hardware, constants: KernelConstants) -> float:
+    """The whole layer through the simulation of all its ranks."""
+    setting = setting_of_row(row, hardware, constants)
     if row.what == "forward and backward":
         return predict(setting).seconds + predict(setting, True).seconds
     return predict(setting, row.what.startswith("backward")).seconds
@@ -182,8 +205,10 @@ def fit_constants(rows: Sequence[Measurement]) -> KernelConstants:
     """Least squares of the logarithms of predicted over measured times.
 
     Parameters are positive and weakly drawn to their starting values, so that one that no row
-    determines stays where it was.
+    determines stays where it was. What MXFP8 costs more is fitted afterwards, on its own rows.
     """
+    expanded = [row for row in rows if row.dtype == "mxfp8"]
+    rows = [row for row in rows if row.dtype != "mxfp8"]
     require(len(rows) >= len(PARAMETERS), f"too few rows to fit, got {len(rows)}")
     optimize = optional_module("scipy.optimize")
     start = KernelConstants()
@@ -205,9 +230,25 @@ def fit_constants(rows: Sequence[Measurement]) -> KernelConstants:
     found = optimize.least_squares(
         residuals, first, bounds=bounds, diff_step=0.02, loss="soft_l1", f_scale=0.05
     )
-    return constants_at(found.x)
+    return with_expansion(constants_at(found.x), expanded)
 
 
+def with_expansion(constants: KernelConstants, rows: Sequence[Measurement]) -> KernelConstants:
+    """`constants` with the dequantise_share that suits these MXFP8 rows; as they are without any.
+
+    A search over a grid: it is the only thing left to find.
+    """
+    if not rows:
+        return constants
+
+    def loss(share: float) -> float:
+        tried = replace(constants, dequantise_share=share)
+        return float(np.abs(log_errors(rows, lambda r: load_hardware(r.hardware), tried)).sum())
+
+    return replace(constants, dequantise_share=min(EXPANSIONS, key=loss))
+
+
+EXPANSIONS = tuple(round(0.8 * 1.05**i, 3) for i in range(60))
 TENSOR_FACTORS = (0.8, 0.9, 1.0)
 LINK_FACTORS = tuple(round(0.4 + 0.05 * i, 2) for i in range(13))
 
@@ -240,7 +281,9 @@ def compare_all(
     """Every figure there is (of these groups) with its prediction; `machines` corrects rates."""
     fits_kernel = num_fit(kernel) >= KERNEL_ROWS_TO_FIT
     result = []
-    for row in [*kernel, *h200_rows(), *published_rows()]:
+    newer = {(row.group, row.case, row.what, row.ranks) for row in kernel}
+    stored = [r for r in h200_rows() if (r.group, r.case, r.what, r.ranks) not in newer]
+    for row in [*kernel, *stored, *published_rows()]:
         if groups is not None and row.group not in groups:
             continue
         hardware = load_hardware(row.hardware)
@@ -276,10 +319,11 @@ def fit_all(kernel: Sequence[Measurement]) -> dict[str, object]:
     }
 
 
-OURS_AND_PUBLISHED = ("kernel", "kernel on two H200", "prototype", "published")
+OURS_AND_PUBLISHED = ("kernel", "kernel, MXFP8", "kernel on several H200", "prototype", "published")
 GROUP_TITLES = {
     "kernel": "This project's kernel on one GPU",
-    "kernel on two H200": "This project's kernel on two H200 (CUDA IPC, NVLink)",
+    "kernel, MXFP8": "This project's kernel on one GPU, MXFP8 experts",
+    "kernel on several H200": "This project's kernel on several H200 (CUDA IPC, NVLink)",
     "prototype": "Prototype kernel's parts on one H200 (ratios to dense products, converted)",
     "published": "Published by others, several GPUs (predicted: this project's kernel, in their "
     "configuration where it is known)",
@@ -299,7 +343,7 @@ def markdown_line(item: Compared) -> str:
     sizes = (row.tokens, row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
     numbers = " | ".join(str(size) for size in sizes)
     what = row.what
-    if row.group in ("kernel", "published"):
+    if row.group.startswith("kernel") or row.group == "published":
         details = [row.extra.get(key) for key in ("mode", "save", "dw_dtype")]
         what = " ".join([what, row.dtype, *(str(d) for d in details if d)])
     gpus = f"{row.ranks} {row.hardware}"
@@ -349,9 +393,9 @@ def validity_page(fitted: dict[str, object], items: Sequence[Compared]) -> str:
         "",
         "Written by `python -m mok_ref.planner.validity`; do not edit. Error: predicted over "
         "measured, less one. Rows marked *fit* were used to fit the constants; *held out* rows are "
-        "predictions of cases (shape, tokens, routing) that no fit has seen; *fitted shape* rows "
-        "are fitted cases in another mode and count as neither; *other implementation* and "
-        "*context* rows are figures of other programs (the prototype kernel among them), "
+        "predictions of cases (shape, tokens, routing, number of GPUs) that no fit has seen; "
+        "*other implementation* and *context* rows are figures of other programs (the prototype "
+        "kernel among them), "
         "beside the prediction of this project's kernel for the same layer.",
         "",
         f"Constants fitted on: {fitted['fitted_on']} rows ({fitted['fitted_rows']}).",
