@@ -69,8 +69,9 @@ MOK_DEVICE bool wait_sys(const u32* word, u32 expected, const WaitContext& wait,
 }
 
 // Keeps the bad input that comes first in (kind, token, slot) order, whoever finds it first in time.
-MOK_DEVICE void report_input(u64* input_error, u32 kind, u32 token_slot, u32 value_bits) {
-  const u64 place = static_cast<u64>(kind) << 28 | (token_slot & 0x0fffffffu);
+// index: token * K + slot, of a logit token * E + expert
+MOK_DEVICE void report_input(u64* input_error, u32 kind, u32 index, u32 value_bits) {
+  const u64 place = static_cast<u64>(kind) << 28 | (index & 0x0fffffffu);
   atomicMin(input_error, place << 32 | value_bits);
 }
 

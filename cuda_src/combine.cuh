@@ -6,8 +6,9 @@
 //   each then rounded to bf16 once. Products and sums are rounded separately.
 //
 // NumPy twins: mok_ref/combine.py: combine_forward; mok_ref/dispatch.py: dispatch_backward. One thread owns
-// kVector adjacent columns of one token, so a warp reads 512 contiguous bytes of each slot's row. Reads: the rank's own combine buffer, filled by all
-// ranks before the barrier. Writes: y or dx. Synchronisation: a barrier between ranks before the kernel.
+// kVector adjacent columns of one token, so a warp reads 512 contiguous bytes of each slot's row. Reads: the rank's
+// own combine buffer, filled by all ranks before the barrier. Writes: y or dx.
+// Synchronisation: a barrier between ranks before the kernel.
 #pragma once
 #include "numerics.cuh"
 #include "params.cuh"
@@ -49,31 +50,48 @@ struct Bf16Vector<1> {
   MOK_DEVICE void unpack(float* v) const { v[0] = bf16_to_float(bits); }
 };
 
-// acc over the slots of one token, kVector columns starting at `rows` (slot 0's row plus the column).
-// Loads of kSlots slots are issued before the first is added; the order of the sum stays k ascending.
+constexpr i32 kSlotsInFlight = 8;
+
+// acc over `count` slots of one token, kVector columns starting at `rows` (the first slot's row plus the column).
+// All rows are on their way before the first is added, and before it is known which slots have a route: what lies in
+// the others is loaded and not used. The order of the sum is k ascending.
 template <i32 kVector, bool kWeighted>
-MOK_DEVICE void add_slots(float* acc, const u16* rows, const i32* ids, const float* weights, i32 top_k,
-                          i64 stride) {
-  constexpr i32 kSlots = 8;
-  for (i32 first = 0; first < top_k; first += kSlots) {
-    Bf16Vector<kVector> row[kSlots];
-    bool route[kSlots];
+MOK_DEVICE void add_slots(float* acc, const u16* rows, const i32* ids, const float* weights, i32 count, i64 stride) {
+  Bf16Vector<kVector> row[kSlotsInFlight];
+  i32 id[kSlotsInFlight];
+  float weight[kSlotsInFlight];
 #pragma unroll
-    for (i32 i = 0; i < kSlots; ++i) {
-      route[i] = first + i < top_k && ids[first + i] >= 0;
-      if (route[i]) row[i] = Bf16Vector<kVector>::load(rows + (first + i) * stride);
-    }
-#pragma unroll
-    for (i32 i = 0; i < kSlots; ++i) {
-      if (!route[i]) continue;
-      float value[kVector];
-      row[i].unpack(value);
-      const float weight = kWeighted ? weights[first + i] : 0.0f;
-#pragma unroll
-      for (i32 c = 0; c < kVector; ++c)
-        acc[c] = kWeighted ? add_weighted(acc[c], weight, value[c]) : __fadd_rn(acc[c], value[c]);
-    }
+  for (i32 i = 0; i < kSlotsInFlight; ++i) {
+    id[i] = -1;
+    if (i >= count) continue;
+    row[i] = Bf16Vector<kVector>::load(rows);
+    id[i] = __ldg(ids + i);
+    weight[i] = kWeighted ? __ldg(weights + i) : 0.0f;
+    rows += stride;
   }
+#pragma unroll
+  for (i32 i = 0; i < kSlotsInFlight; ++i) {
+    if (id[i] < 0) continue;
+    float value[kVector];
+    row[i].unpack(value);
+#pragma unroll
+    for (i32 c = 0; c < kVector; ++c)
+      acc[c] = kWeighted ? add_weighted(acc[c], weight[i], value[c]) : __fadd_rn(acc[c], value[c]);
+  }
+}
+
+// acc over all slots of a token.
+template <i32 kVector, bool kWeighted>
+MOK_DEVICE void add_token(float* acc, const LayerParams& params, i64 token, i32 column) {
+  const i64 H = params.hidden_size, first_slot = token * params.top_k;
+  const u16* rows = params.combine + first_slot * H + column;
+  const i32* ids = params.topk_ids + first_slot;
+  const float* weights = params.topk_weights + first_slot;
+  i32 slot = 0;
+  for (; slot + kSlotsInFlight <= params.top_k; slot += kSlotsInFlight)
+    add_slots<kVector, kWeighted>(acc, rows + slot * H, ids + slot, weights + slot, kSlotsInFlight, H);
+  if (slot < params.top_k)
+    add_slots<kVector, kWeighted>(acc, rows + slot * H, ids + slot, weights + slot, params.top_k - slot, H);
 }
 
 template <i32 kVector>
@@ -85,25 +103,20 @@ MOK_DEVICE void start_from(float* acc, const u16* address) {
 
 template <i32 kVector>
 MOK_DEVICE void combine_forward(const LayerParams& params, i64 token, i32 column) {
-  const i64 H = params.hidden_size, K = params.top_k;
-  const u16* rows = peer_buffer<const u16>(params, kCombine, params.rank) + token * K * H + column;
-  const i32* ids = peer_buffer<const i32>(params, kTopkIds, params.rank) + token * K;
-  const float* weights = peer_buffer<const float>(params, kTopkWeights, params.rank) + token * K;
+  const i64 H = params.hidden_size;
   float acc[kVector];
   start_from<kVector>(acc, params.shared_intermediate_size ? params.shared_y + token * H + column : nullptr);
-  add_slots<kVector, true>(acc, rows, ids, weights, params.top_k, H);
+  add_token<kVector, true>(acc, params, token, column);
   Bf16Vector<kVector>::pack(acc).store(params.y + token * H + column);
 }
 
 template <i32 kVector>
 MOK_DEVICE void dispatch_backward(const LayerParams& params, const BackwardParams& back, i64 token,
                                   i32 column) {
-  const i64 H = params.hidden_size, K = params.top_k;
-  const u16* rows = peer_buffer<const u16>(params, kCombine, params.rank) + token * K * H + column;
-  const i32* ids = peer_buffer<const i32>(params, kTopkIds, params.rank) + token * K;
+  const i64 H = params.hidden_size;
   float acc[kVector];
   start_from<kVector>(acc, params.shared_intermediate_size ? back.shared_dx + token * H + column : nullptr);
-  add_slots<kVector, false>(acc, rows, ids, nullptr, params.top_k, H);
+  add_token<kVector, false>(acc, params, token, column);
   if (back.router_dx != nullptr) {
     float router[kVector];
     Bf16Vector<kVector>::load(back.router_dx + token * H + column).unpack(router);
@@ -115,7 +128,7 @@ MOK_DEVICE void dispatch_backward(const LayerParams& params, const BackwardParam
 
 // d_topk_weights of one slot: what the expert's rank pushed, +0 without a route.
 MOK_DEVICE void dispatch_d_weight(const LayerParams& params, const BackwardParams& back, i64 slot_index) {
-  const bool route = peer_buffer<const i32>(params, kTopkIds, params.rank)[slot_index] >= 0;
+  const bool route = params.topk_ids[slot_index] >= 0;
   back.d_topk_weights[slot_index] =
       route ? peer_buffer<const float>(params, kDTopkWeights, params.rank)[slot_index] : 0.0f;
 }

@@ -1,6 +1,7 @@
 // Compile-time facts that every other header may rely on: integer names, tile constants, limits.
 //
-// This is the only file that reads MOK_* macros; everything else uses the constants below.
+// This is the only file that reads MOK_* macros; everything else uses the constants below. (Exception: trace.cuh,
+// whose functions have no body without MOK_TRACE.)
 // NumPy twin: mok_ref/config.py (ROW_TILE) and mok_ref/gpu/params.py.
 #pragma once
 
@@ -39,6 +40,17 @@ static_assert(kClusterSize == 1 || kClusterSize == 2, "MOK_CLUSTER_SIZE must be 
 #define MOK_CLUSTER_DIMS __cluster_dims__(MOK_CLUSTER_SIZE, 1, 1)
 #else
 #define MOK_CLUSTER_DIMS
+#endif
+
+// 1: operands of the routed experts are MXFP8 codes with scales (set by the kernels' own source files).
+#ifndef MOK_MXFP8
+#define MOK_MXFP8 0
+#endif
+constexpr bool kMxfp8 = MOK_MXFP8 != 0;
+
+// 1: the kernels record when each of their tasks began and ended (trace.cuh).
+#ifndef MOK_TRACE
+#define MOK_TRACE 0
 #endif
 
 constexpr u32 kFullWarp = 0xffffffffu;

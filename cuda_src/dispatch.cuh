@@ -12,6 +12,7 @@
 // After          rows_ready[row block] += rows, release; gate/up acquires it
 #pragma once
 #include "tile.cuh"
+#include "trace.cuh"
 
 namespace mok {
 
@@ -128,7 +129,9 @@ MOK_DEVICE void dispatch_forward(const LayerParams& params) {
       next = pull_piece(params, minis, next_ticket, lane);
     }
     unsignalled = wait_ring_slot(params, counters, minis, piece.row_block, unsignalled, lane);
+    trace_task(kTraceWaitRing, piece.row_block, piece.first_row);
     copy_rows(params, counters, minis, piece, unsignalled, lane);
+    trace_task(kTracePull, piece.row_block, piece.first_row);
     unsignalled = piece.row_block;
     if (!more) break;
     piece = next;

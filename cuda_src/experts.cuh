@@ -14,6 +14,7 @@
 #include "swiglu.cuh"
 #include "tensor_core.cuh"
 #include "tile.cuh"
+#include "trace.cuh"
 
 namespace mok {
 
@@ -115,6 +116,7 @@ MOK_DEVICE void load_tiles(const LayerParams& params, const ForwardMaps& maps, u
     const RowsAwaited rows = rows_awaited(tile, params, counters);
     if (!is_ready && rows.counter != nullptr) {
       wait_gpu(rows.counter, rows.expected, wait_context(params), rows.phase, tile.row_block);
+      trace_task(kTraceWaitRows, tile.row_block, tile.column);
     }
     queue.put(tile);
     if (tile.kind == kStop) break;
@@ -132,6 +134,7 @@ MOK_DEVICE void load_tiles(const LayerParams& params, const ForwardMaps& maps, u
       }
       load_k_block(tile, operands, block * kTileK, ring, cluster_rank);
     }
+    trace_task(kTraceLoad, tile.row_block, tile.column);
     tile = next;
   }
 }
@@ -175,6 +178,7 @@ MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, i32 k_blocks, Pend
   const u32 offset = staging.warpgroup * kHalfTileBytes;
   if (pending.waits && !mbarrier_test_wait(ring.full(), ring.phase)) hand_over_now(pending, staging, lane);
   mbarrier_wait(ring.full(), ring.phase);
+  trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
   wgmma_fence();
   tc_k64<Major::kK, Major::kK>(acc, ring.a() + offset, ring.b(), 0);
   wgmma_commit();
@@ -222,8 +226,10 @@ MOK_DEVICE void multiply_tiles(unsigned char* bytes, i32 warpgroup) {
     } else {
       float acc[128];
       tc_tile(acc, ring, tile.k_blocks, pending, staging, lane);
+      trace_task<4 * kWarpSize>(kTraceSharedGateUp + tile.kind, tile.row_block, tile.column);
       hand_over_now(pending, staging, lane);
       staging.wait_free();
+      trace_task<4 * kWarpSize>(kTraceWaitStore, tile.row_block, tile.column);
       HalfTile first;
       take_half<0>(first, acc);
       stage_half(staging, first, lane);
@@ -317,12 +323,14 @@ MOK_DEVICE void finish_tiles(const LayerParams& params, unsigned char* bytes, i3
       for (i32 group = 0; group < 2; ++group) {
         if (tile.valid_rows <= 64 * group) continue;
         staging[group].wait_full();
+        trace_task(kTraceWaitTile, tile.row_block, tile.column);
         if (gate_up) {
           swiglu_forward(staging[group], hidden, clamp, half, first_row, lane);
         } else {
           push_rows(staging[group], target[group], tile.column * kTileN, params.hidden_size, half, first_row, lane);
         }
         staging[group].pass(staging[group].free(), lane);
+        trace_task(kTraceStore, tile.row_block, tile.column);
       }
     }
     if (tile.valid_rows > 0) signal_tile(tile, counters, minis.mini_blocks, ring_is_reused, lane);

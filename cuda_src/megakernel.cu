@@ -27,6 +27,7 @@ extern "C" __global__ void MOK_CLUSTER_DIMS __launch_bounds__(kForwardThreads, 1
   extern __shared__ __align__(1024) unsigned char bytes[];
   const i32 warpgroup = threadIdx.x / 128, warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
   if (threadIdx.x == 0) init_barriers(shared_address(bytes));
+  trace_start(params.rank);
   sync_cluster_or_cta();
 
   switch (warpgroup) {  // written as if/else, ptxas keeps the math branch at its registers of the start and spills

@@ -30,7 +30,7 @@ constexpr i32 kBarrierWords = kMaxRanks;
 
 enum RowOrder : i32 { kCanonical = 0, kRoundRobin = 1 };
 
-// What the schedule found, written on the device by `gather_routes` and `schedule_scan`.
+// What the schedule found, written on the device by `gather_routes` and `schedule_fill`.
 struct ScheduleInfo {
   i32 num_row_blocks;                // row blocks in use on this rank
   i32 num_rows;                      // = num_row_blocks * kRowTile
@@ -54,7 +54,8 @@ struct ErrorRecord {
 };
 
 // First bad input in (token, slot) order since the host last looked, in device memory.
-// The word is min'ed: kind in bits 62..60, token * K + slot in bits 59..32, value bits in 31..0.
+// The word is min'ed: kind in bits 62..60, place in bits 59..32 (token * K + slot, of a logit token * E + expert),
+// value bits in 31..0.
 constexpr u64 kNoInputError = ~0ull;
 
 enum ErrorCode : u32 { kNoError = 0, kTimeout = 1, kSelfTest = 2 };
@@ -128,7 +129,7 @@ struct LayerParams {
   i32* row_block_expert;           // [max_row_blocks] local expert of a row block
   i32* row_block_valid;            // [max_row_blocks] rows of the block that are routes, 1..128
   ScheduleInfo* info;
-  i32* chunk_count;                // [L][segments][chunks] scratch of the schedule
+  i32* block_count;                // [segments][blocks][L] and [L][segments]: scratch of the schedule
   // Control
   u32* counters;                   // zeroed before each kernel that uses them
   u64* input_error;                // kNoInputError or the first bad input
@@ -152,11 +153,15 @@ struct LayerParams {
   u16* shared_gate;                // [max_tokens, Is] bf16, kept for backward, or null
   u16* shared_up;                  // [max_tokens, Is] bf16, kept for backward, or null
   u16* y;                          // [num_tokens, H] bf16, the layer's output
-  // Inputs of the caller, staged into the symmetric buffers (equal to them: nothing is copied)
-  const u16* x_in;                 // [num_tokens, H]
+  // Inputs of the caller; with several ranks staged into the symmetric buffers (equal to them: nothing is copied)
+  const u16* x_in;                 // [num_tokens, H], 16-byte aligned
   const i32* ids_in;               // [num_tokens, K]
   const float* weights_in;         // [num_tokens, K]
   i64 num_counters;                // words in `counters`
+  // This rank's own symmetric buffers: kernels that use no others spare a look-up
+  u16* combine;                    // [max_tokens * K, H]
+  i32* topk_ids;                   // [max_tokens, K]
+  float* topk_weights;             // [max_tokens, K]
 };
 
 // What backward needs beside LayerParams.
@@ -165,7 +170,7 @@ struct BackwardParams {
   u16* hw_ring;                    // [macro_blocks * 128, I] bf16: bf16(w * h)
   u16* d_gate_ring;                // [macro_blocks * 128, I] bf16
   u16* d_up_ring;                  // [macro_blocks * 128, I] bf16
-  const u16* dy_in;                // [num_tokens, H] bf16 of the caller
+  const u16* dy_in;                // [num_tokens, H] bf16 of the caller, 16-byte aligned
   u16* dx;                         // [num_tokens, H] bf16
   float* d_topk_weights;           // [num_tokens, K] f32 of this rank: the layer's output
   void* dw_gate;                   // [L, I, H] f32 or bf16

@@ -22,10 +22,25 @@ MOK_DEVICE u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// No instruction: from here on `value` is what a register holds, not something that could be computed again.
+MOK_DEVICE void keep_in_register(u32& value) { asm volatile("" : "+r"(value)); }
+
 MOK_DEVICE u32 cluster_ctarank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+
+// The low half of a word twice, or its high half; multiplications take it without an instruction of its own.
+template <i32 kHalf>
+MOK_DEVICE u32 both_halves(u32 word) {
+  u32 result;
+  if constexpr (kHalf == 0) {
+    asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};}" : "=r"(result) : "r"(word));
+  } else {
+    asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}" : "=r"(result) : "r"(word));
+  }
+  return result;
 }
 
 // ---------------------------------------------------------------- mbarrier (shared memory of this CTA)
@@ -43,6 +58,14 @@ MOK_DEVICE void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Where `condition` holds, without a branch.
+MOK_DEVICE void mbarrier_arrive_if(u32 barrier, bool condition) {
+  asm volatile(
+      "{.reg .pred p;\n setp.ne.u32 p, %1, 0;\n @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier),
+      "r"(static_cast<u32>(condition))
+      : "memory");
+}
+
 // Arrives on the same barrier of CTA `cta` of the cluster. Deliberately without .release.cluster, which
 // compiles to a full memory barrier; use it only to hand back buffers that were read, never written.
 MOK_DEVICE void mbarrier_arrive_cluster(u32 barrier, u32 cta) {
@@ -57,6 +80,16 @@ MOK_DEVICE void mbarrier_arrive_cluster(u32 barrier, u32 cta) {
 MOK_DEVICE void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
+}
+
+// `arrivals` at once.
+MOK_DEVICE void mbarrier_arrive_count(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Announces `bytes` without arriving.
+MOK_DEVICE void mbarrier_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 MOK_DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
@@ -121,6 +154,15 @@ MOK_DEVICE void tma_load_4d(u32 dst, const TensorMap* map, i32 c0, i32 c1, i32 c
 
 // The same, delivered to the same offset of every CTA of the cluster named in `cta_mask`, each of
 // which gets the bytes counted on its own barrier. Shared-memory multicast inside one cluster.
+MOK_DEVICE void tma_load_4d_cluster(u32 dst, const TensorMap* map, i32 c0, i32 c1, i32 c2, i32 c3, u32 barrier,
+                                    u16 cta_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(cta_mask)
+      : "memory");
+}
+
 MOK_DEVICE void tma_load_2d_cluster(u32 dst, const TensorMap* map, i32 c0, i32 c1, u32 barrier, u16 cta_mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -166,6 +208,15 @@ MOK_DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Named barrier `id` of the CTA, `threads` of them arriving or waiting per turn.
+MOK_DEVICE void named_barrier_sync(i32 id, i32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+MOK_DEVICE void named_barrier_arrive(i32 id, i32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // All threads of all CTAs of the cluster.
 MOK_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\n barrier.cluster.wait;" ::: "memory");
@@ -176,6 +227,13 @@ MOK_DEVICE void cluster_sync() {
 // Four 8x8 tiles of 16-bit elements; lane l gives the address of row l % 8 of tile l / 8.
 MOK_DEVICE void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
+// The same tiles transposed: row and column of each change places on the way.
+MOK_DEVICE void stmatrix_x4_trans(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
@@ -203,6 +261,18 @@ MOK_DEVICE uint4 ld_shared_v4(u32 address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+MOK_DEVICE u32 ld_shared_u8(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+MOK_DEVICE u32 ld_shared_u16(u32 address) {
+  u16 value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+  return value;
 }
 
 MOK_DEVICE u64 ld_shared_u64(u32 address) {
@@ -237,6 +307,12 @@ MOK_DEVICE uint4 ld_global_nc_v4(const void* pointer) {
 MOK_DEVICE i32 ld_global_s32(const i32* pointer) {
   i32 value;
   asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer));
+  return value;
+}
+
+MOK_DEVICE u64 ld_global_u64(const u64* pointer) {
+  u64 value;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(pointer));
   return value;
 }
 

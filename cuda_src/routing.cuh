@@ -94,7 +94,7 @@ MOK_DEVICE float checked_logit(const RoutingParams& routing, i32 token, i32 expe
   const bool refused = (bits & 0x7fffffffu) > 0x7f800000u || bits == 0x7f800000u;
   if (!refused) return logit;
   if (routing.input_error != nullptr)
-    report_input(routing.input_error, kBadLogit, static_cast<u32>(token) * routing.top_k, bits);
+    report_input(routing.input_error, kBadLogit, static_cast<u32>(token) * routing.num_experts + expert, bits);
   return __uint_as_float(0xff800000u);
 }
 

@@ -11,24 +11,7 @@
 
 using namespace mok;
 
-// ---- staging: the caller's arrays into this rank's symmetric buffers ----
-
-// Ids outside -1..E-1 and non-finite weights are reported and count as "no route" (-1, weight +0).
-MOK_DEVICE void stage_route(const LayerParams& params, i32 i) {
-  i32 id = params.ids_in[i];
-  float weight = params.weights_in[i];
-  if (id < -1 || id >= params.num_experts) {
-    report_input(params.input_error, kBadId, i, static_cast<u32>(id));
-    id = -1;
-  }
-  if ((__float_as_uint(weight) & 0x7f800000u) == 0x7f800000u) {
-    report_input(params.input_error, kBadWeight, i, __float_as_uint(weight));
-    id = -1;
-    weight = 0.0f;
-  }
-  peer_buffer<i32>(params, kTopkIds, params.rank)[i] = id;
-  peer_buffer<float>(params, kTopkWeights, params.rank)[i] = weight;
-}
+// ---- staging: the caller's arrays into this rank's symmetric buffers, where other ranks read them ----
 
 // Copies `bytes`, a multiple of 2; by 16 bytes where both addresses allow it.
 MOK_DEVICE void copy_bytes(void* target, const void* source, i64 bytes, i64 thread, i64 threads) {
@@ -42,24 +25,30 @@ MOK_DEVICE void copy_bytes(void* target, const void* source, i64 bytes, i64 thre
     static_cast<u16*>(target)[i] = static_cast<const u16*>(source)[i];
 }
 
-extern "C" __global__ void stage_inputs(const __grid_constant__ LayerParams params) {
+// Several ranks. copy_x: 0 where x travels in another form (MXFP8 codes).
+extern "C" __global__ void stage_inputs(const __grid_constant__ LayerParams params, i32 copy_x) {
   if (aborted(params.abort_flag)) return;
   const i64 thread = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
   const i64 threads = static_cast<i64>(gridDim.x) * blockDim.x;
   const i64 routes = static_cast<i64>(params.num_tokens) * params.top_k;
   if (thread == 0) *peer_buffer<i32>(params, kNumTokens, params.rank) = params.num_tokens;
   for (i64 i = thread; i < routes; i += threads) stage_route(params, static_cast<i32>(i));
-  copy_bytes(peer_buffer<u16>(params, kX, params.rank), params.x_in,
-             static_cast<i64>(params.num_tokens) * params.hidden_size * 2, thread, threads);
+  clear_words(params.counters, params.num_counters, thread, threads);
+  if (copy_x)
+    copy_bytes(peer_buffer<u16>(params, kX, params.rank), params.x_in,
+               static_cast<i64>(params.num_tokens) * params.hidden_size * 2, thread, threads);
 }
 
+// dy for backward. copy_dy: 0 where dy travels in another form, or not at all.
 extern "C" __global__ void stage_dy(const __grid_constant__ LayerParams params,
-                                    const __grid_constant__ BackwardParams back) {
+                                    const __grid_constant__ BackwardParams back, i32 copy_dy) {
   if (aborted(params.abort_flag)) return;
   const i64 thread = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
   const i64 threads = static_cast<i64>(gridDim.x) * blockDim.x;
-  copy_bytes(peer_buffer<u16>(params, kDy, params.rank), back.dy_in,
-             static_cast<i64>(params.num_tokens) * params.hidden_size * 2, thread, threads);
+  if (params.ep_size == 1 && thread == 0) use_in_place(params, kDy, back.dy_in);
+  if (copy_dy)
+    copy_bytes(peer_buffer<u16>(params, kDy, params.rank), back.dy_in,
+               static_cast<i64>(params.num_tokens) * params.hidden_size * 2, thread, threads);
 }
 
 // ---- barrier between ranks ----
@@ -89,50 +78,45 @@ extern "C" __global__ void gather_routes(const __grid_constant__ LayerParams par
   gather_routes_body(params, token_offset);
 }
 
-extern __shared__ i32 warp_words[];  // [warps][L]
+extern __shared__ i32 expert_words[];  // count: [L]; fill: [warps + 3][L]
 
-extern "C" __global__ void schedule_count(const __grid_constant__ LayerParams params) {
-  const ChunkGrid grid = chunk_grid(params);
-  const i32 warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
-  const i32 chunk_index = blockIdx.x * warps + warp;
-  if (aborted(params.abort_flag) || chunk_index >= grid.segments * grid.chunks) return;
-  schedule_count_body(params, chunk_index, warp_words + warp * params.num_local_experts);
+extern "C" __global__ void __launch_bounds__(1024, 1) schedule_count(const __grid_constant__ LayerParams params) {
+  __shared__ i32 own_offset[2];
+  if (params.ep_size == 1) stage_in_place(params);
+  schedule_count_body(params, own_offset, expert_words);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) schedule_scan(const __grid_constant__ LayerParams params) {
-  if (aborted(params.abort_flag)) return;
-  schedule_scan_body(params);
+// As many threads as the CTAs of the other two have: they make the blocks.
+extern "C" __global__ void schedule_turns(const __grid_constant__ LayerParams params) {
+  schedule_turns_body(params, walk_grid(params));
 }
 
-extern "C" __global__ void schedule_fill(const __grid_constant__ LayerParams params) {
-  const ChunkGrid grid = chunk_grid(params);
-  const i32 warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
-  const i32 task = blockIdx.x * warps + warp, chunks = grid.segments * grid.chunks;
-  if (aborted(params.abort_flag)) return;
-  if (task < chunks)
-    schedule_fill_body(params, task, warp_words + warp * params.num_local_experts);
-  else if (task - chunks < params.num_local_experts)
-    schedule_pad_body(params, task - chunks);
+extern "C" __global__ void __launch_bounds__(1024, 1) schedule_fill(const __grid_constant__ LayerParams params) {
+  __shared__ i32 own_offset[2];
+  __shared__ BlockSums scratch[1024];
+  schedule_fill_body(params, own_offset, expert_words, scratch);
 }
 
 // ---- epilogues ----
 
+// One thread per kVector columns of one token: grid (tokens, CTAs per token). They do not look at the abort flag,
+// which would delay every load: a rank that has given up only adds up rows that nobody will use.
+
 template <i32 kVector>
 MOK_DEVICE void combine_forward_grid(const LayerParams& params) {
-  const i64 columns = params.hidden_size / kVector, total = params.num_tokens * columns;
-  const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
-  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < total; i += step)
-    combine_forward<kVector>(params, i / columns, static_cast<i32>(i % columns) * kVector);
+  const i32 column = static_cast<i32>(blockIdx.y * blockDim.x + threadIdx.x) * kVector;
+  if (column < params.hidden_size) combine_forward<kVector>(params, blockIdx.x, column);
 }
 
 extern "C" __global__ void combine_forward_8(const __grid_constant__ LayerParams params) {
-  if (!aborted(params.abort_flag)) combine_forward_grid<8>(params);
+  combine_forward_grid<8>(params);
 }
 
 extern "C" __global__ void combine_forward_1(const __grid_constant__ LayerParams params) {
-  if (!aborted(params.abort_flag)) combine_forward_grid<1>(params);
+  combine_forward_grid<1>(params);
 }
 
+// Alone where the router's share of dx is made from d_topk_weights, else part of dispatch_backward.
 extern "C" __global__ void dispatch_d_weights(const __grid_constant__ LayerParams params,
                                               const __grid_constant__ BackwardParams back) {
   if (aborted(params.abort_flag)) return;
@@ -143,22 +127,21 @@ extern "C" __global__ void dispatch_d_weights(const __grid_constant__ LayerParam
 }
 
 template <i32 kVector>
-MOK_DEVICE void dispatch_backward_grid(const LayerParams& params, const BackwardParams& back) {
-  const i64 columns = params.hidden_size / kVector, total = params.num_tokens * columns;
-  const i64 first = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
-  for (i64 i = first; i < total; i += step)
-    dispatch_backward<kVector>(params, back, i / columns, static_cast<i32>(i % columns) * kVector);
+MOK_DEVICE void dispatch_backward_grid(const LayerParams& params, const BackwardParams& back, i32 with_d_weights) {
+  const i32 thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
+  if (thread * kVector < params.hidden_size) dispatch_backward<kVector>(params, back, blockIdx.x, thread * kVector);
+  for (i32 slot = thread; with_d_weights && slot < params.top_k; slot += threads)
+    dispatch_d_weight(params, back, static_cast<i64>(blockIdx.x) * params.top_k + slot);
 }
 
 extern "C" __global__ void dispatch_backward_8(const __grid_constant__ LayerParams params,
-                                              const __grid_constant__ BackwardParams back) {
-  if (!aborted(params.abort_flag)) dispatch_backward_grid<8>(params, back);
+                                              const __grid_constant__ BackwardParams back, i32 with_d_weights) {
+  dispatch_backward_grid<8>(params, back, with_d_weights);
 }
 
 extern "C" __global__ void dispatch_backward_1(const __grid_constant__ LayerParams params,
-                                              const __grid_constant__ BackwardParams back) {
-  if (!aborted(params.abort_flag)) dispatch_backward_grid<1>(params, back);
+                                              const __grid_constant__ BackwardParams back, i32 with_d_weights) {
+  dispatch_backward_grid<1>(params, back, with_d_weights);
 }
 
 // ---- self-tests ----
@@ -212,7 +195,7 @@ extern "C" __global__ void params_layout(u64* words) {
   words[2] = sizeof(ErrorRecord);
   words[3] = field_offset(&ErrorRecord::reserved);
   words[4] = sizeof(LayerParams);
-  words[5] = field_offset(&LayerParams::num_counters);
+  words[5] = field_offset(&LayerParams::topk_weights);
   words[6] = sizeof(BackwardParams);
   words[7] = field_offset(&BackwardParams::router_dx);
   words[8] = sizeof(BarrierParams);

@@ -2,8 +2,10 @@
 //
 // Every kernel calls the very function that the fused kernels call. Executed by: one thread per element unless
 // said otherwise; reads and writes plain arrays in global memory; no synchronisation.
+#include "expand.cuh"
 #include "numerics.cuh"
 #include "portable.cuh"
+#include "trace.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #include "tensor_core.cuh"
@@ -113,6 +115,18 @@ extern "C" __global__ void unit_dot128(const float* products, float* result, i32
   if (threadIdx.x == 0) result[blockIdx.x] = total;
 }
 
+// ---------------------------------------------------------------- MXFP8
+
+// Sixteen codes per thread under one scale byte.
+extern "C" __global__ void unit_expand(const uint4* codes, const u8* scales, uint4* values, i64 count) {
+  const i64 i = global_thread();
+  if (i >= count) return;
+  u32 pairs[8];
+  expand_run(pairs, codes[i], scales[i]);
+  values[2 * i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  values[2 * i + 1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+}
+
 // ---------------------------------------------------------------- tc
 
 // tc_group itself, one thread per output, K a multiple of 16, both operands K-major.
@@ -213,6 +227,15 @@ extern "C" __global__ void __launch_bounds__(128) unit_tc_wgmma(const __grid_con
   }
 }
 #endif
+
+// Clock stamps: every warp records `tasks` tasks, every pair of warps as many. Without MOK_TRACE: nothing.
+extern "C" __global__ void unit_trace(i32 rank, i32 tasks) {
+  trace_start(rank);
+  for (i32 i = 0; i < tasks; ++i) {
+    trace_task(kTraceStore, blockIdx.x, i);
+    trace_task<2 * kWarpSize>(kTraceGateUp, blockIdx.x, i);
+  }
+}
 
 // Size of UnitProduct, compared with tests/gpu/units.py by a test.
 extern "C" __global__ void unit_layout(u64* words) {

@@ -72,6 +72,7 @@ class DeviceCaseRouter:
         assert case.routing is not None
         num_experts, hidden_size = len(case.w_gate), case.x.shape[1]
         self._heap = heap
+        heap.status.num_experts = num_experts
         self._x = cupy.asarray(case.x[tokens])
         self._w_router = None if case.w_router is None else cupy.asarray(case.w_router)
         self._logits = None if case.logits is None else cupy.asarray(case.logits[tokens])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 from mok_ref.casefile import load_case, read_npz, write_npz
 from mok_ref.golden import BUILT_IN, check_case, check_folder, golden_pairs, make_folder
 from mok_ref.runner import Settings, make_plan, run_virtual
+from mok_ref.testing import tensor_digest
 
 FOLDER = Path(__file__).parent / "golden"
 PAIRS = {name: (case_file, out_file) for name, case_file, out_file in golden_pairs(FOLDER)}
 GIVEN = [str(i) for i in range(8)]
+ON_A_GPU = json.loads((FOLDER / "device_digests.json").read_text(encoding="utf-8"))
 
 
 def test_all_cases_are_there() -> None:
@@ -23,8 +26,25 @@ def test_all_cases_are_there() -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_bit(name: str) -> None:
-    _, fault = check_case(*PAIRS[name], Settings())
+    """Also the digest that a GPU's kernels gave (tests/gpu/golden_digests.py)."""
+    digest, fault = check_case(*PAIRS[name], Settings())
     assert fault == ""
+    assert digest == ON_A_GPU["cases"][name]["digest"]
+
+
+def test_every_case_was_run_on_a_gpu_by_both_paths() -> None:
+    assert sorted(ON_A_GPU["cases"]) == sorted(PAIRS)
+    assert {"gpu", "driver", "date", "arch", "compiler"} <= set(ON_A_GPU["device"])
+    paths = {path for case in ON_A_GPU["cases"].values() for path in case["paths"]}
+    assert paths == {"hopper", "portable"}
+
+
+def test_a_digest_of_one_tensor_names_what_changed() -> None:
+    """The stored digests are those of the stored outputs, tensor by tensor."""
+    for name, (_, out_file) in PAIRS.items():
+        stored = read_npz(out_file)
+        for tensor, expected in ON_A_GPU["cases"][name]["digests"].items():
+            assert tensor_digest(tensor, stored[tensor]) == expected, (name, tensor)
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -5,14 +5,19 @@ FLOPs: forward 6 * rows * H * I, backward twice that; rows = T * K routed rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One layer shape on one rank. routing: "uniform" or "zipf"."""
+    """One layer shape on one rank.
+
+    routing   "uniform", "zipf" (an expert's popularity is 1 / rank^s), or "one": all routes to
+              expert 0
+    dtype     "bf16" or "mxfp8": how the routed experts multiply
+    """
 
     name: str
     num_tokens: int
@@ -22,6 +27,7 @@ class BenchCase:
     top_k: int
     routing: str = "uniform"
     zipf_exponent: float = 1.0
+    dtype: str = "bf16"
 
     @property
     def num_rows(self) -> int:
@@ -31,6 +37,10 @@ class BenchCase:
         """Floating-point operations of "forward" or "backward"."""
         forward = 6.0 * self.num_rows * self.hidden_size * self.intermediate_size
         return forward if direction == "forward" else 2 * forward
+
+    def as_mxfp8(self) -> BenchCase:
+        """The same shape with MXFP8 experts."""
+        return replace(self, name=f"{self.name}:mxfp8", dtype="mxfp8")
 
 
 CASES = {
@@ -54,12 +64,14 @@ SMALL_CASES = ("small-16", "small-128", "small-512")
 def routes(case: BenchCase, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """(topk_ids (T, K) int32, topk_weights (T, K) float32 that sum to 1).
 
-    Distinct experts per token where E >= K, else drawn with replacement. "zipf": an expert's
-    popularity is 1 / rank^s; distinct experts by the Gumbel trick.
+    Distinct experts per token where E >= K, else drawn with replacement; distinct ones by the
+    Gumbel trick.
     """
     rng = np.random.default_rng(seed)
     shape = (case.num_tokens, case.num_experts)
-    if case.num_experts < case.top_k:
+    if case.routing == "one":
+        ids = np.zeros((case.num_tokens, case.top_k), np.int64)
+    elif case.num_experts < case.top_k:
         ids = rng.integers(0, case.num_experts, (case.num_tokens, case.top_k))
     else:
         popularity = np.zeros(case.num_experts)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mok_ref.combine import combine_forward
 from mok_ref.dispatch import dispatch_backward
-from mok_ref.experts import ExpertWeights, expert_backward, expert_forward
+from mok_ref.experts import ExpertWeights, expert_backward, expert_forward, operand_values
 from mok_ref.numerics import as_values, bf16_to_bits
 from mok_ref.testing import assert_bitwise_equal
 
@@ -51,14 +51,16 @@ def _assert_same_on_device(actual: Any, expected: Any, name: str) -> None:
 def _expected(layer: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """y, dx and d_topk_weights of these tokens by the reference, expert by expert."""
     ids, weights = layer.ids[tokens].get(), layer.topk_weights[tokens].get()
-    x, dy = as_values(layer.x[tokens].get()), as_values(layer.dy[tokens].get())
+    x, dy = (
+        operand_values(layer.config, as_values(rows[tokens].get())) for rows in (layer.x, layer.dy)
+    )
     slots = (len(tokens), layer.config.top_k, layer.config.hidden_size)
     y, dx = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
     d_weights = np.zeros(slots[:2], np.float32)
     for expert in np.unique(ids):
         row, slot = np.nonzero(ids == expert)
         parts = (as_values(part[int(expert)].get()) for part in layer.weights)
-        expert_weights = ExpertWeights(*parts)
+        expert_weights = ExpertWeights(*(operand_values(layer.config, part) for part in parts))
         forward = expert_forward(layer.config, x[row], expert_weights)
         backward = expert_backward(
             layer.config, forward.gate, forward.up, dy[row], expert_weights, weights[row, slot]

@@ -7,24 +7,46 @@ from pathlib import Path
 from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES, BenchCase
 from mok_ref.bench.timing import Protocol
 
+EXPERIMENTS = ("save", "ranks", "around", "growth")
+"""Words of --sizes beside cases: save modes, virtual ranks, kernels around the products, growth of
+the cost."""
 
-def parse_cases(text: str) -> list[BenchCase]:
-    """Names of cases, "table", "small", "all", or TxHxIxExK. Raises: ValueError."""
-    groups = {"table": TABLE_CASES, "small": SMALL_CASES, "all": TABLE_CASES + SMALL_CASES}
-    cases: list[BenchCase] = []
+
+def parse_sizes(text: str) -> list[BenchCase | str]:
+    """Cases and experiments in the order of comma-separated words: names of cases, "table",
+    "small", "all", TxHxIxExK, any of them with ":mxfp8"; "mxfp8" (the table's cases); EXPERIMENTS.
+
+    Raises: ValueError.
+    """
+    chosen: list[BenchCase | str] = []
     for word in text.split(","):
-        sizes = word.split("x")
-        if word in groups:
-            cases += [CASES[name] for name in groups[word]]
-        elif word in CASES:
-            cases.append(CASES[word])
-        elif len(sizes) == 5 and all(size.isdecimal() and int(size) > 0 for size in sizes):
-            tokens, hidden, inner, experts, top_k = map(int, sizes)
-            cases.append(BenchCase(word, tokens, hidden, inner, experts, top_k))
-        else:
-            known = ", ".join((*groups, *CASES))
-            raise ValueError(f"cases must be of {known} or TxHxIxExK, got {word!r}")
-    return cases
+        if word in EXPERIMENTS:
+            chosen.append(word)
+            continue
+        name, _, dtype = word.partition(":")
+        found = _parse_case("table" if name == "mxfp8" else name)
+        if not found or dtype not in ("", "bf16", "mxfp8"):
+            known = ", ".join((*_GROUPS, "mxfp8", *CASES, *EXPERIMENTS))
+            raise ValueError(f"cases must be of {known} or TxHxIxExK[:mxfp8], got {word!r}")
+        is_mxfp8 = "mxfp8" in (name, dtype)
+        chosen += [case.as_mxfp8() for case in found] if is_mxfp8 else found
+    return chosen
+
+
+_GROUPS = {"table": TABLE_CASES, "small": SMALL_CASES, "all": TABLE_CASES + SMALL_CASES}
+
+
+def _parse_case(word: str) -> list[BenchCase]:
+    """Cases of one word; none if it says nothing."""
+    sizes = word.split("x")
+    if word in _GROUPS:
+        return [CASES[name] for name in _GROUPS[word]]
+    if word in CASES:
+        return [CASES[word]]
+    if len(sizes) == 5 and all(size.isdecimal() and int(size) > 0 for size in sizes):
+        tokens, hidden, inner, experts, top_k = map(int, sizes)
+        return [BenchCase(word, tokens, hidden, inner, experts, top_k)]
+    return []
 
 
 def parse_directions(text: str) -> tuple[str, ...]:
@@ -90,13 +112,17 @@ def bench_cuda(
             "bench --device cuda times torch beside this layer: pip install torch"
         ) from error
     from mok_ref.bench.gpu import BenchReport, bench_case, device_facts, print_report
+    from mok_ref.bench.variants import run_experiment
 
-    chosen, opponents, wanted = parse_cases(cases), parse_peers(peers), parse_directions(directions)
+    chosen, opponents, wanted = parse_sizes(cases), parse_peers(peers), parse_directions(directions)
     torch.cuda.set_stream(torch.cuda.Stream())
     report = BenchReport(device_facts())
     protocol = Protocol(repeats=repeats or 20, bursts=bursts)
-    for case in chosen:
-        bench_case(case, wanted, opponents, report, protocol)
+    for what in chosen:
+        if isinstance(what, str):
+            run_experiment(what, report)
+        else:
+            bench_case(what, wanted, opponents, report, protocol)
         if output is not None:
             write_whole(output, report.to_json())
     if as_json:

@@ -6,15 +6,17 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from mok_ref.bench.cases import BenchCase
 from mok_ref.bench.check import check_bits
+from mok_ref.bench.growth import GrowthRow
 from mok_ref.bench.peers import PEERS, BenchInputs, graphed, make_inputs
 from mok_ref.bench.timing import Protocol, Timing, host_us_per_call, time_contenders
+from mok_ref.bench.variants import AroundRow, RankRow, SavingRow
 
 OURS, OURS_SAVING, OURS_BF16 = "mok_ref", "mok_ref, saving", "mok_ref, bf16 dW"
 SMALL_TOKENS = 512  # up to here everybody is replayed from a CUDA graph
@@ -43,8 +45,14 @@ class BenchReport:
     device: dict[str, str]
     rows: list[BenchRow] = field(default_factory=list)
     bits: dict[str, str] = field(default_factory=dict)  # case: "equal" or the first difference
-    host_us: dict[str, float] = field(default_factory=dict)
+    host_us: dict[str, float] = field(default_factory=dict)  # forward, by case
+    host_backward_us: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)  # peer: why
+    saving: list[SavingRow] = field(default_factory=list)
+    ranks: list[RankRow] = field(default_factory=list)
+    around: list[AroundRow] = field(default_factory=list)
+    growth: list[GrowthRow] = field(default_factory=list)
+    ceilings: dict[str, float] = field(default_factory=dict)  # of the growth's model
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -78,10 +86,18 @@ def _driver_version() -> str:
 
 
 class OurLayer:
-    """The layer of one case on a device heap of one rank, on torch's current stream."""
+    """The layer of one case on a device heap, on torch's current stream.
+
+    heap  default: of one rank; with more, `inputs` holds this rank's experts and the whole case
+    """
 
     def __init__(
-        self, inputs: BenchInputs, grad_dtype: str = "float32", path: str = "auto"
+        self,
+        inputs: BenchInputs,
+        grad_dtype: str = "float32",
+        path: str = "auto",
+        heap: Any = None,
+        macrobatch: int | None = None,
     ) -> None:
         import cupy
 
@@ -93,8 +109,14 @@ class OurLayer:
         case, inner = inputs.case, inputs.case.intermediate_size
         self._inputs = inputs
         sizes = (case.hidden_size, inner, case.num_experts, case.top_k)
-        self.config = MoEConfig(*sizes, grad_dtype=grad_dtype)
-        self.heap = VirtualCudaWorld(1).heap(0)
+        self.heap = VirtualCudaWorld(1).heap(0) if heap is None else heap
+        self.config = MoEConfig(
+            *sizes,
+            ep_size=self.heap.size,
+            grad_dtype=grad_dtype,
+            dtype=case.dtype,
+            macrobatch=macrobatch,
+        )
         self.x, self.dy = _bits(inputs.x), _bits(inputs.dy)
         self.ids = cupy.from_dlpack(inputs.topk_ids)
         self.topk_weights = cupy.from_dlpack(inputs.topk_weights)
@@ -104,14 +126,14 @@ class OurLayer:
             _bits(gate_up[:, inner:].contiguous()),
             _bits(inputs.w_down),
         )
-        with _torch_stream():
+        with torch_stream():
             self.workspace = DeviceWorkspace(self.config, self.heap, case.num_tokens, path=path)
         self.context: Any = None
 
     def forward(self, save: str) -> Any:
         from mok_ref.layer import moe_forward
 
-        with _torch_stream():
+        with torch_stream():
             y, self.context = moe_forward(
                 self.config,
                 self.heap,
@@ -129,13 +151,13 @@ class OurLayer:
         from mok_ref.layer import moe_backward
 
         self.context.used = False
-        with _torch_stream():
+        with torch_stream():
             return moe_backward(self.context, self.dy)
 
     @contextmanager
     def on_portable_path(self) -> Iterator[OurLayer]:
         """The same layer through the portable kernels."""
-        portable = OurLayer(self._inputs, self.config.grad_dtype, path="portable")
+        portable = OurLayer(self._inputs, self.config.grad_dtype, "portable", self.heap)
         try:
             yield portable
         finally:
@@ -153,12 +175,18 @@ class OurLayer:
         self.workspace.close()
 
 
-def _torch_stream() -> Any:
+def torch_stream() -> Any:
     """CuPy's current stream is torch's (a capture stream too) inside the `with` block."""
-    import cupy
     import torch
 
-    return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+    return _external_stream(torch.cuda.current_stream().cuda_stream)
+
+
+@lru_cache(maxsize=64)
+def _external_stream(address: int) -> Any:
+    import cupy
+
+    return cupy.cuda.ExternalStream(address)
 
 
 def _bits(tensor: Any) -> Any:
@@ -212,6 +240,8 @@ def _bench_layer(
             ours[OURS_SAVING] = partial(layer.forward, "all")
             report.host_us[case.name] = host_us_per_call(ours[OURS])
         layer.forward("all")
+        if direction == "backward":
+            report.host_backward_us[case.name] = host_us_per_call(layer.backward)
         _add_rows(case, direction, ours | peers, report, rng, protocol)
     layer.close()
 
@@ -301,9 +331,12 @@ def print_report(report: BenchReport) -> None:
             f"{row.bursts_ms:9.3f} {row.tflops:8.0f} {row.ratio_sustained:7.3f} "
             f"{row.ratio_bursts:7.3f} {row.note}"
         )
+    for line in (*report.saving, *report.ranks, *report.around, *report.growth):
+        print(line)
     for title, facts in (
         ("bits", report.bits),
-        ("host us per call", {k: round(v, 1) for k, v in report.host_us.items()}),
+        ("host us per forward", {k: round(v, 1) for k, v in report.host_us.items()}),
+        ("host us per backward", {k: round(v, 1) for k, v in report.host_backward_us.items()}),
         ("left out", report.left_out),
     ):
         for key, value in facts.items():

@@ -2,6 +2,7 @@
 
     python -m mok_ref.bench.page docs/results/bench_*.json --output docs/results.md
 
+A report has tables for what was run in it; curves of a report's growth go into a picture beside it.
 Targets are those the project set itself; a figure below its target is marked.
 """
 
@@ -9,10 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES
+from mok_ref.bench.growth import ALL_TO_ONE, DIRECTIONS, draw_growth
+from mok_ref.bench.growth import BASE as GROWTH_BASE
 
 # ratio to dense cuBLAS that a case shall reach at least: forward, backward (bf16 dW), float32 dW
 TARGETS = {
@@ -39,18 +43,120 @@ def find(report: dict[str, Any], case: str, direction: str, contender: str) -> d
     raise KeyError(f"no row of {contender} for {case} {direction}")
 
 
-def tables(reports: list[dict[str, Any]]) -> str:
-    """All tables of all reports as Markdown."""
+def has_row(report: dict[str, Any], case: str, direction: str, contender: str) -> bool:
+    """Whether a report timed that."""
+    wanted = (case, direction, contender)
+    return any((r["case"], r["direction"], r["contender"]) == wanted for r in report["rows"])
+
+
+def cases_in(report: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Those of the cases that a report timed in both directions."""
+    return [name for name in names if all(has_row(report, name, *c[:2]) for c in COLUMNS)]
+
+
+def tables(reports: list[dict[str, Any]], pictures: list[str] | None = None) -> str:
+    """All tables of all reports as Markdown. pictures: of each report's curves, or empty."""
     parts = []
-    for report in reports:
+    for report, picture in zip(reports, pictures or [""] * len(reports), strict=True):
         facts = report["device"]
         title = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}, {facts['date']}"
-        parts += [f"### {title}", "", *_targets_table(report), "", *_times_table(report), ""]
-        parts += [*_small_table(report), "", *_facts(report), ""]
+        parts += [f"### {title}", ""]
+        for dtype in ("", ":mxfp8"):
+            cases = cases_in(report, tuple(name + dtype for name in TABLE_CASES))
+            if cases:
+                parts += [*_targets_table(report, cases), "", *_times_table(report, cases), ""]
+        small = cases_in(report, SMALL_CASES)
+        if small:
+            parts += [*_small_table(report, small), ""]
+        if report.get("saving"):
+            parts += [*_saving_table(report["saving"]), ""]
+        if report.get("ranks"):
+            parts += [*_ranks_table(report["ranks"]), ""]
+        if report.get("around"):
+            parts += [*_around_table(report["around"]), ""]
+        if report.get("growth"):
+            parts += [*_growth_table(report, picture), ""]
+        parts += [*_facts(report), ""]
     return "\n".join(parts).rstrip()
 
 
-def _targets_table(report: dict[str, Any]) -> list[str]:
+def _saving_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Forward and backward by save mode; recomputing costs what a mode takes beyond "all"."""
+    lines = [
+        "What each save mode costs (dW in bf16; the ring holds all rows, or a quarter of them):",
+        "",
+        "| case | ring rows / rows | save | kept MiB | forward ms | forward + backward ms "
+        "| beyond save=all |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    whole = {(r["case"], r["ring_rows"]): r["step_ms"] for r in rows if r["save"] == "all"}
+    for row in rows:
+        beyond = row["step_ms"] / whole[row["case"], row["ring_rows"]] - 1
+        lines.append(
+            f"| {row['case']} | {row['ring_rows']} / {row['rows']} | {row['save']} "
+            f"| {row['saved_bytes'] / 2**20:.0f} | {row['forward_ms']:.3f} "
+            f"| {row['step_ms']:.3f} | {100 * beyond:+.1f} % |"
+        )
+    return lines
+
+
+def _ranks_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "Virtual ranks on one GPU, sharing the case's tokens:",
+        "",
+        "| case | ranks | direction | ms | against one rank |",
+        "|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {r['case']} | {r['ranks']} | {r['direction']} | {r['ms']:.3f} "
+        f"| {r['against_one_rank']:.3f} |"
+        for r in rows
+        if r["ranks"] > 1
+    ]
+
+
+def _around_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "Kernels before and after the products of one rank, alone in a CUDA graph; TB/s of the "
+        "sums over slots counts each pushed row once and each token once:",
+        "",
+        "| case | kernels | us | TB/s |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        rate = row["tbytes_per_s"]
+        shown = "–" if rate is None else f"{rate:.2f}"
+        lines.append(f"| {row['case']} | {row['kernels']} | {row['us']:.1f} | {shown} |")
+    return lines
+
+
+def _growth_table(report: dict[str, Any], picture: str) -> list[str]:
+    ceilings = report["ceilings"]
+    lines = [
+        f"How the cost grows, around case {GROWTH_BASE} (dW in bf16). Limit: the larger of "
+        f"products at {ceilings['tflops']:.0f} TFLOP/s and compulsory bytes at "
+        f"{ceilings['tbytes_per_s']:.2f} TB/s, both measured in the same run "
+        "(mok_ref/bench/growth.py).",
+        "",
+    ]
+    if picture:
+        lines += [f"![time against tokens, experts, skew and ranks, with the limit]({picture})", ""]
+    lines += [
+        "| axis | value | forward ms | limit ms | backward ms | limit ms | limited by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    points: dict[tuple[str, float], dict[str, Any]] = {}
+    for row in report["growth"]:
+        points.setdefault((row["axis"], row["value"]), {})[row["direction"]] = row
+    for (axis, value), found in points.items():
+        cells = [f"{found[d][key]:.3f}" for d in DIRECTIONS for key in ("ms", "limit_ms")]
+        limits = ", ".join(dict.fromkeys(found[d]["limited_by"] for d in DIRECTIONS))
+        shown = "all to one" if (axis, value) == ("skew", ALL_TO_ONE) else f"{value:g}"
+        lines.append(f"| {axis} | {shown} | {' | '.join(cells)} | {limits} |")
+    return lines
+
+
+def _targets_table(report: dict[str, Any], cases: list[str]) -> list[str]:
     lines = [
         "Ratio = time of dense cuBLAS / time of the whole layer, sustained (bursts in brackets).",
         "**Bold** where the target is missed.",
@@ -58,25 +164,29 @@ def _targets_table(report: dict[str, Any]) -> list[str]:
         "| case | forward | target | backward, bf16 dW | target | backward, float32 dW | target |",
         "|---|---|---|---|---|---|---|",
     ]
-    for case in TABLE_CASES:
+    for case in cases:
         cells = []
         for direction, contender, which in COLUMNS:
-            row, target = find(report, case, direction, contender), TARGETS[case][which]
-            ratio = f"{row['ratio_sustained']:.3f}"
-            shown = ratio if row["ratio_sustained"] >= target else f"**{ratio}**"
-            cells += [f"{shown} ({row['ratio_bursts']:.3f})", f"{target:.2f}"]
+            row, targets = find(report, case, direction, contender), TARGETS.get(case)
+            ratio, target = f"{row['ratio_sustained']:.3f}", targets[which] if targets else None
+            missed = target is not None and row["ratio_sustained"] < target
+            shown = f"**{ratio}**" if missed else ratio
+            cells += [
+                f"{shown} ({row['ratio_bursts']:.3f})",
+                "–" if target is None else f"{target:.2f}",
+            ]
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return lines
 
 
-def _times_table(report: dict[str, Any]) -> list[str]:
+def _times_table(report: dict[str, Any], cases: list[str]) -> list[str]:
     lines = [
         "| case (T H I E K) | direction | mok_ref ms | TFLOP/s | dense ms | torch eager ms "
         "| torch / mok_ref |",
         "|---|---|---|---|---|---|---|",
     ]
-    for case in TABLE_CASES:
-        shape = CASES[case]
+    for case in cases:
+        shape = CASES[case.partition(":")[0]]
         sizes = (
             f"{shape.num_tokens} {shape.hidden_size} {shape.intermediate_size} "
             f"{shape.num_experts} {shape.top_k}"
@@ -84,37 +194,41 @@ def _times_table(report: dict[str, Any]) -> list[str]:
         for direction in ("forward", "backward"):
             ours = find(report, case, direction, "mok_ref")
             dense = find(report, case, direction, "dense cuBLAS")
-            torch = find(report, case, direction, "torch eager")
+            torch = _torch_cells(report, case, direction, ours)
             lines.append(
                 f"| {case} ({sizes}) | {direction} | {ours['sustained_ms']:.3f} "
-                f"| {ours['tflops']:.0f} | {dense['sustained_ms']:.3f} "
-                f"| {torch['sustained_ms']:.3f} "
-                f"| {torch['sustained_ms'] / ours['sustained_ms']:.2f} |"
+                f"| {ours['tflops']:.0f} | {dense['sustained_ms']:.3f} | {torch} |"
             )
     return lines
 
 
-def _small_table(report: dict[str, Any]) -> list[str]:
+def _torch_cells(report: dict[str, Any], case: str, direction: str, ours: dict[str, Any]) -> str:
+    """Time of the torch pipeline, and how much longer it takes; dashes where it did not run."""
+    if not has_row(report, case, direction, "torch eager"):
+        return "– | –"
+    torch = find(report, case, direction, "torch eager")["sustained_ms"]
+    return f"{torch:.3f} | {torch / ours['sustained_ms']:.2f}"
+
+
+def _small_table(report: dict[str, Any], cases: list[str]) -> list[str]:
     lines = [
         "Small batches, everybody replayed from a CUDA graph (E 128, K 8, H 2048, I 768):",
         "",
         "| tokens | direction | mok_ref ms | torch eager ms | torch / mok_ref |",
         "|---|---|---|---|---|",
     ]
-    for case in SMALL_CASES:
+    for case in cases:
         for direction, contender in (
             ("forward", "mok_ref"),
             ("backward", "mok_ref, bf16 dW"),
             ("backward", "mok_ref"),
         ):
             ours = find(report, case, direction, contender)
-            torch = find(report, case, direction, "torch eager")
+            torch = _torch_cells(report, case, direction, ours)
             label = {"mok_ref": "float32 dW"}.get(contender, "bf16 dW")
             name = direction if direction == "forward" else f"backward, {label}"
             lines.append(
-                f"| {CASES[case].num_tokens} | {name} | {ours['sustained_ms']:.3f} "
-                f"| {torch['sustained_ms']:.3f} "
-                f"| {torch['sustained_ms'] / ours['sustained_ms']:.2f} |"
+                f"| {CASES[case].num_tokens} | {name} | {ours['sustained_ms']:.3f} | {torch} |"
             )
     return lines
 
@@ -124,20 +238,40 @@ def _facts(report: dict[str, Any]) -> list[str]:
         find(report, case, "forward", "mok_ref, saving")["sustained_ms"]
         / find(report, case, "forward", "mok_ref")["sustained_ms"]
         - 1
-        for case in TABLE_CASES
+        for case in cases_in(report, TABLE_CASES)
     ]
-    host = report["host_us"].values()
     equal = [case for case, bits in report["bits"].items() if bits == "equal"]
-    lines = [
-        f"- Bits against the portable kernels: {len(equal)} of {len(report['bits'])} cases equal "
-        f"({', '.join(equal)}).",
-        f"- Forward that saves gate and up: {100 * min(saving):+.1f} to {100 * max(saving):+.1f} % "
-        "in time.",
-        f"- Host time per forward call: {min(host):.0f} to {max(host):.0f} us.",
-    ]
+    lines = []
+    if report["bits"]:
+        lines.append(
+            f"- Bits against the portable kernels: {len(equal)} of {len(report['bits'])} cases "
+            f"equal ({', '.join(equal)})."
+        )
+    if saving:
+        lines.append(
+            f"- Forward that saves gate and up: {100 * min(saving):+.1f} to "
+            f"{100 * max(saving):+.1f} % in time."
+        )
+    for name, key in (("forward", "host_us"), ("backward", "host_backward_us")):
+        host = report.get(key, {}).values()
+        if host:
+            lines.append(f"- Host time per {name} call: {min(host):.0f} to {max(host):.0f} us.")
     if "bits_note" in report:
         lines.append(f"- {report['bits_note']}.")
     return lines
+
+
+def draw_pictures(paths: list[Path], reports: list[dict[str, Any]], page: Path) -> list[str]:
+    """Curves of each report that has some, beside its file; names relative to the page."""
+    pictures = []
+    for path, report in zip(paths, reports, strict=True):
+        picture = path.with_suffix(".svg")
+        if report.get("growth"):
+            draw_growth(report["growth"], picture)
+            pictures.append(os.path.relpath(picture, page.parent))
+        else:
+            pictures.append("")
+    return pictures
 
 
 def main() -> None:
@@ -145,11 +279,12 @@ def main() -> None:
     parser.add_argument("reports", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    made = tables([json.loads(path.read_text()) for path in options.reports])
+    reports = [json.loads(path.read_text()) for path in options.reports]
+    pictures = draw_pictures(options.reports, reports, options.output)
     page = options.output.read_text()
     before, rest = page.split(BEGIN, 1)
     after = rest.split(END, 1)[1]
-    options.output.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}")
+    options.output.write_text(f"{before}{BEGIN}\n{tables(reports, pictures)}\n{END}{after}")
 
 
 if __name__ == "__main__":

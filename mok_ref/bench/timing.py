@@ -6,7 +6,7 @@ The card is power-limited, so a figure means something only beside another from 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -59,15 +59,15 @@ def time_contenders(
     per_round = -(-protocol.repeats // SUSTAINED_ROUNDS)
     for _ in range(SUSTAINED_ROUNDS):
         for name in rng.permutation(list(contenders)):
-            results[name].sustained += _launches(contenders[name], per_round, warm=2)
+            results[name].sustained += launches_ms(contenders[name], per_round, warm=2)
     for _ in range(protocol.bursts):
         for name in rng.permutation(list(contenders)):
             time.sleep(protocol.burst_rest_s)
-            results[name].bursts += _launches(contenders[name], BURST_LAUNCHES, warm=1)
+            results[name].bursts += launches_ms(contenders[name], BURST_LAUNCHES, warm=1)
     return results
 
 
-def _launches(call: Callable[[], Any], count: int, warm: int) -> list[float]:
+def launches_ms(call: Callable[[], Any], count: int, warm: int) -> list[float]:
     """Milliseconds of `count` queued calls, measured one by one with events."""
     import torch
 
@@ -82,9 +82,23 @@ def _launches(call: Callable[[], Any], count: int, warm: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
+def interleaved_ms(
+    contenders: Mapping[str, Callable[[], Any]],
+    rng: np.random.Generator,
+    rounds: int = 3,
+    per_round: int = 5,
+) -> dict[str, float]:
+    """Median milliseconds of every contender, in rounds of random order without a pause."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name in rng.permutation(list(contenders)):
+            samples[name] += launches_ms(contenders[name], per_round, warm=2)
+    return {name: float(np.median(found)) for name, found in samples.items()}
+
+
 def _estimate_ms(call: Callable[[], Any]) -> float:
     call()
-    return max(_launches(call, 2, warm=1)[-1], 1e-3)
+    return max(launches_ms(call, 2, warm=1)[-1], 1e-3)
 
 
 def _work_for(

@@ -31,6 +31,10 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_
 FLAGS = ("std=c++17", "ftz=false", "fmad=false", "prec-div=true", "prec-sqrt=true")
 """Arithmetic flags, part of every cache key; `compile_cubin` passes exactly these."""
 
+TRACE_MACRO = "MOK_TRACE=1"
+TRACE_HEADER = "trace.cuh"
+_recorder: Any = None  # of tasks, for all virtual ranks of this process
+
 _COMPILING = threading.Lock()
 """Virtual ranks are threads: one of them imports and runs the compiler, the others find the
 file."""
@@ -200,12 +204,34 @@ def load_module(source_name: str, arch: str | None = None, macros: tuple[str, ..
     return cupy.RawModule(path=str(compile_cubin(source_name, arch or device_arch(), macros)))
 
 
-@lru_cache(maxsize=1024)
 def load_kernel(
     source_name: str, kernel: str, macros: tuple[str, ...] = (), smem_bytes: int = 0
 ) -> Any:
     """Kernel `kernel` of a source, ready to launch; `smem_bytes` is its dynamic shared memory
-    limit."""
+    limit. While tasks are recorded (mok_ref/gpu/trace.py) it is the variant that does so."""
+    recorder = _recorder
+    if recorder is not None and TRACE_HEADER in headers_of(source_name):
+        macros = (*macros, TRACE_MACRO)
+        recorder.attach(load_module(source_name, None, macros))
+    return _loaded_kernel(source_name, kernel, macros, smem_bytes)
+
+
+def record_tasks(recorder: Any) -> None:
+    """From now on load kernels that record their tasks into `recorder`; None: ordinary ones."""
+    global _recorder
+    _recorder = recorder
+
+
+@lru_cache(maxsize=64)
+def headers_of(name: str) -> frozenset[str]:
+    """Headers of `cuda_src/` that a file includes, directly or not."""
+    text = (cuda_source_dir() / name).read_text(encoding="utf-8")
+    found = re.findall(r'^#include "(\w+\.cuh)"', text, re.MULTILINE)
+    return frozenset(found).union(*map(headers_of, found))
+
+
+@lru_cache(maxsize=1024)
+def _loaded_kernel(source_name: str, kernel: str, macros: tuple[str, ...], smem_bytes: int) -> Any:
     function = load_module(source_name, None, macros).get_function(kernel)
     if smem_bytes > 48 * 1024:
         function.max_dynamic_shared_size_bytes = smem_bytes

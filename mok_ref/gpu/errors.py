@@ -54,7 +54,9 @@ class DeviceStatus:
         import cupy
 
         self.rank = rank
-        self.top_k = 1  # of the latest step: how a route's index splits into token and slot
+        # of the latest step: how a place splits into token and slot, or a logit's into token and
+        # expert
+        self.top_k = self.num_experts = 1
         self.timeout_ns = int(timeout_s * 1e9)
         self._pinned = cupy.cuda.alloc_pinned_memory(ERROR_RECORD.itemsize)
         self.record = np.frombuffer(self._pinned, ERROR_RECORD, 1)
@@ -77,7 +79,8 @@ class DeviceStatus:
         A bad input is reported once and then forgotten; an expired wait stays: the rank has given
         up.
 
-        Raises: MokTimeoutError; ValueError naming token, slot and value of the first bad input.
+        Raises: MokTimeoutError; ValueError naming token, slot (or expert) and value of the first
+        bad input.
         """
         import cupy
 
@@ -86,7 +89,7 @@ class DeviceStatus:
         word = int(self.words.get()[2])
         if word != NO_INPUT_ERROR:
             self.words[2] = NO_INPUT_ERROR
-            raise ValueError(input_message(word, top_k or self.top_k, self.rank))
+            raise ValueError(input_message(word, top_k or self.top_k, self.rank, self.num_experts))
 
     def clear(self) -> None:
         """Forget everything reported (tests; a new step after all ranks have agreed on it)."""
@@ -114,12 +117,12 @@ def timeout_message(record: Any) -> str:
     )
 
 
-def input_message(word: int, top_k: int, rank: int) -> str:
-    """One line for an input-error word: kind in bits 62..60, token * K + slot above 32, value bits
-    below."""
-    kind, index, bits = word >> 60 & 7, word >> 32 & 0x0FFFFFFF, word & 0xFFFFFFFF
-    token, slot = divmod(index, top_k)
-    where = f"rank {rank}, token {token}, slot {slot}"
+def input_message(word: int, top_k: int, rank: int, num_experts: int = 1) -> str:
+    """One line for an input-error word: kind in bits 62..60, place above 32, value bits below."""
+    kind, place, bits = word >> 60 & 7, word >> 32 & 0x0FFFFFFF, word & 0xFFFFFFFF
+    is_logit = INPUT_ERROR_KINDS.get(kind) == "logits"
+    token, index = divmod(place, num_experts if is_logit else top_k)
+    where = f"rank {rank}, token {token}, {'expert' if is_logit else 'slot'} {index}"
     if kind == 0:
         value = struct.unpack("<i", struct.pack("<I", bits))[0]
         return f"topk_ids must be -1 or in 0..num_experts-1, got {value} at {where}"

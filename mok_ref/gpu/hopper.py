@@ -9,14 +9,14 @@ depend on addresses and sizes alone, so they are encoded once per set of arrays 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from mok_ref.config import ROW_TILE
 from mok_ref.gpu.compiler import load_kernel
-from mok_ref.gpu.params import by_value
+from mok_ref.gpu.launch import Launch, ParamBlock, enqueue
 
 SOURCE = "megakernel.cu"
 KERNEL = "moe_forward_hopper"
@@ -82,20 +82,30 @@ def default_minibatch(intermediate_size: int) -> int:
     return ROW_TILE * min(max(row_blocks, 16), 64)
 
 
-def encode_tiled(pointer: int, dims: tuple, strides: tuple, box: tuple) -> np.ndarray:
-    """A tensor map of a bf16 array: (16,) uint64.
+@lru_cache(maxsize=4096)
+def encode_tiled(
+    pointer: int,
+    dims: tuple,
+    strides: tuple,
+    box: tuple,
+    element: str = "BFLOAT16",
+    swizzle: str = "128B",
+) -> np.ndarray:
+    """A tensor map of an array: (16,) uint64.
 
     dims     elements per dimension, innermost first
     strides  bytes from one element to the next in dimensions 1, 2, ...
-    box      elements of one copy; the innermost 64 are one 128-byte swizzle span
+    box      elements of one copy; of bf16 the innermost 64 are one 128-byte swizzle span
+    element, swizzle   ends of the driver's names for them
     Elements outside `dims` read as +0.
+    Encoded once for the same arguments: nobody writes into the result.
     Raises: RuntimeError naming the arguments if the driver refuses them.
     """
     from cuda.bindings import driver
 
     rank = len(dims)
     status, tensor_map = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{element}"),
         rank,
         pointer,
         [driver.cuuint64_t(int(value)) for value in dims],
@@ -103,7 +113,7 @@ def encode_tiled(pointer: int, dims: tuple, strides: tuple, box: tuple) -> np.nd
         [driver.cuuint32_t(int(value)) for value in box],
         [driver.cuuint32_t(1)] * rank,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -119,17 +129,16 @@ def encode_operand(pointer: int, rows: int, depth: int, box_rows: int) -> np.nda
     return encode_tiled(pointer, (depth, rows), (depth * 2,), (64, box_rows))
 
 
-def encode_forward_maps(params: np.ndarray, x: int) -> np.ndarray:
-    """FORWARD_MAPS of one rank from its parameter block; `x` is the address of its own tokens."""
+def encode_forward_maps(params: np.ndarray) -> np.ndarray:
+    """FORWARD_MAPS of one rank from its parameter block."""
     hidden, width = int(params["hidden_size"]), int(params["intermediate_size"])
     shared_width = int(params["shared_intermediate_size"])
-    experts, max_tokens = int(params["num_local_experts"]), int(params["max_tokens"])
+    experts, num_tokens = int(params["num_local_experts"]), int(params["num_tokens"])
     ring_rows = int(params["macro_blocks"]) * ROW_TILE
     maps = np.zeros(1, FORWARD_MAPS)
 
-    def encode(name: str, rows: int, depth: int, box_rows: int, pointer: int | None = None) -> None:
-        address = int(params[name]) if pointer is None else pointer
-        maps[name] = encode_operand(address, rows, depth, box_rows)
+    def encode(name: str, rows: int, depth: int, box_rows: int, field: str = "") -> None:
+        maps[name] = encode_operand(int(params[field or name]), rows, depth, box_rows)
 
     if experts > 0:
         encode("x_ring", ring_rows, hidden, 64)
@@ -137,9 +146,9 @@ def encode_forward_maps(params: np.ndarray, x: int) -> np.ndarray:
         encode("w_gate", experts * width, hidden, 128)
         encode("w_up", experts * width, hidden, 128)
         encode("w_down", experts * hidden, width, 128)
-    if shared_width > 0 and max_tokens > 0:
-        encode("x", max_tokens, hidden, 64, x)
-        encode("shared_h", max_tokens, shared_width, 64)
+    if shared_width > 0 and num_tokens > 0:
+        encode("x", num_tokens, hidden, 64, "x_in")
+        encode("shared_h", num_tokens, shared_width, 64)
         encode("shared_w_gate", shared_width, hidden, 128)
         encode("shared_w_up", shared_width, hidden, 128)
         encode("shared_w_down", hidden, shared_width, 128)
@@ -152,7 +161,8 @@ _MAP_FIELDS = (
     "shared_intermediate_size",
     "num_local_experts",
     "macro_blocks",
-    "max_tokens",
+    "num_tokens",
+    "x_in",
     "x_ring",
     "h_ring",
     "w_gate",
@@ -192,29 +202,23 @@ class ForwardKernel:
         macros = () if self.cluster_size == 1 else (f"MOK_CLUSTER_SIZE={self.cluster_size}",)
         return load_kernel(SOURCE, KERNEL, macros, SHARED_BYTES)
 
-    def maps(self, params: np.ndarray, x: int) -> np.ndarray:
+    def maps(self, params: np.ndarray) -> np.ndarray:
         """Tensor maps for the arrays named in `params`, encoded at their first use."""
-        key = (x, *(params[name].item() for name in _MAP_FIELDS))
+        key = tuple(params[name].item() for name in _MAP_FIELDS)
         found = self._maps.get(key)
         if found is None:
             if len(self._maps) >= self.MAX_CACHED:
                 self._maps.pop(next(iter(self._maps)))
-            found = self._maps[key] = by_value(encode_forward_maps(params, x))
+            found = self._maps[key] = encode_forward_maps(params)
         return found
 
-    def launch(self, params: np.ndarray, x: int, stream: Any = None) -> None:
-        """Enqueue the kernel.
-
-        params   LAYER_PARAMS block; its counters are zero by the time the kernel starts
-        x        address of this rank's own tokens, for the shared expert
-        """
+    def prepare(self, params: np.ndarray) -> Launch:
+        """The launch for a LAYER_PARAMS block; its counters must be zero when the kernel starts."""
         import cupy
 
-        kernel = self.load()
         ctas = self.num_ctas or _num_multiprocessors(cupy.cuda.runtime.getDevice())
         ctas = max(1, ctas // self.cluster_size) * self.cluster_size
-        arguments = (by_value(params), self.maps(params, x))
-        kernel((ctas,), (THREADS,), arguments, shared_mem=SHARED_BYTES, stream=stream)
+        return Launch(self.load(), (ctas,), THREADS, (params, self.maps(params)), SHARED_BYTES)
 
 
 def warm_up(workspace: Any) -> None:
@@ -222,12 +226,10 @@ def warm_up(workspace: Any) -> None:
     _ = _kernel_of(workspace).load().num_regs
 
 
-def launch_forward(workspace: Any, params: np.ndarray, stream: Any) -> None:
+def launch_forward(workspace: Any, params: ParamBlock, stream: Any) -> None:
     """Everything between the barriers of a forward step: y rows pushed to their owners."""
-    counters = workspace.counters
-    counters.data.memset_async(0, counters.nbytes, stream)
-    _kernel_of(workspace).launch(params, int(workspace.x.data.ptr), stream)
+    enqueue(params, KERNEL, stream, lambda: [_kernel_of(workspace).prepare(params)])
 
 
 def _kernel_of(workspace: Any) -> ForwardKernel:
-    return workspace.extra("hopper_forward", ForwardKernel)
+    return workspace.extra("hopper_forward", lambda: ForwardKernel(workspace.cluster_size))

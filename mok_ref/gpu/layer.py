@@ -5,11 +5,16 @@ waits for the device and nothing is allocated once the workspace exists, so a st
 in a CUDA graph and replayed with new routing written in place. What the device finds wrong (ids,
 weights, expired waits) is raised by the next `heap.check(top_k)`.
 
+A step is known by its arrays: their addresses, shapes and dtypes. The first step with the same
+arrays checks them and prepares its parameter block and launches; later ones only enqueue. With one
+rank x and dy are read where they are, also by backward: x stays as it is until that has run.
+
 y, dx and the gradients are arrays of the workspace: its next forward or backward overwrites them.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +25,7 @@ from mok_ref.config import SAVE_MODES, MoEConfig
 from mok_ref.experts import ExpertWeights
 from mok_ref.gpu import schedule
 from mok_ref.gpu.errors import BARRIER_COMBINE, BARRIER_DX, BARRIER_DY, BARRIER_INPUTS
+from mok_ref.gpu.launch import ParamBlock, prepared, remember
 from mok_ref.gpu.params import BACKWARD_PARAMS, device_address, new_params, set_params
 from mok_ref.gpu.workspace import DeviceWorkspace
 from mok_ref.numerics import BFLOAT16
@@ -31,6 +37,13 @@ from mok_ref.validation import (
 )
 
 WEIGHT_PARTS = ("gate", "up", "down")
+HOPPER_MODULES = {
+    "bf16": ("mok_ref.gpu.hopper", "mok_ref.gpu.hopper_backward"),
+    "mxfp8": ("mok_ref.gpu.hopper_mxfp8", "mok_ref.gpu.hopper_mxfp8_backward"),
+}
+"""Modules of the Hopper kernels, forward and backward, by the layer's dtype."""
+
+ALIGNMENT = 16  # bytes: kernels load and copy that much at a time
 
 
 @dataclass
@@ -41,7 +54,8 @@ class DeviceContext:
     config: MoEConfig
     workspace: DeviceWorkspace
     generation: int
-    params: np.ndarray
+    params: ParamBlock
+    num_tokens: int
     kept: tuple[Any, ...]  # arrays whose addresses are in params
     output_dtype: Any
     save: str
@@ -74,28 +88,30 @@ def forward(
     """
     if workspace is None:
         workspace = DeviceWorkspace(config, heap, _largest_num_tokens(heap, len(x)))
-    x, topk_ids, topk_weights = (on_device(array) for array in (x, topk_ids, topk_weights))
-    weights = ExpertWeights(*(on_device(w) for w in weights))
-    shared = None if shared is None else ExpertWeights(*(on_device(w) for w in shared))
-    _check_forward(config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save)
+    _check_call(config, heap, workspace, save)
+    x, topk_ids, topk_weights = on_device(x), on_device(topk_ids), on_device(topk_weights)
+    weights = ExpertWeights(*map(on_device, weights))
+    shared = None if shared is None else ExpertWeights(*map(on_device, shared))
+    params = _forward_params(workspace, x, topk_ids, topk_weights, weights, shared, save)
     heap.status.check_timeout()
     heap.status.top_k = config.top_k
     workspace.generation += 1
-    params = _step_params(workspace, x, topk_ids, topk_weights, weights, shared, save)
-    path = forward_path(workspace)
+    path, stream = forward_path(workspace), current_stream()
     prepare(workspace, path)
 
-    schedule.launch_stage_inputs(workspace, params)
+    schedule.launch_stage_inputs(workspace, params, stream)
     _publish_quantised(workspace, "x", x)
     heap.barrier(BARRIER_INPUTS)  # tokens and routes of every rank are readable
-    schedule.launch_schedule(workspace, params)
-    path.launch_forward(workspace, params, _stream())
+    schedule.launch_schedule(workspace, params, stream)
+    path.launch_forward(workspace, params, stream)
     heap.barrier(BARRIER_COMBINE)  # every pushed row has arrived
-    schedule.launch_combine(workspace, params)
+    schedule.launch_combine(workspace, params, stream)
 
+    y = prepared(params, "y", lambda: as_output(workspace.y[: len(x)], x.dtype))
     kept = (x, topk_ids, topk_weights, weights, shared)
-    context = DeviceContext(config, workspace, workspace.generation, params, kept, x.dtype, save)
-    return as_output(workspace.y[: len(x)], x.dtype), context
+    return y, DeviceContext(
+        config, workspace, workspace.generation, params, len(x), kept, x.dtype, save
+    )
 
 
 def _publish_quantised(workspace: DeviceWorkspace, name: str, values: Any) -> None:
@@ -107,18 +123,18 @@ def _publish_quantised(workspace: DeviceWorkspace, name: str, values: Any) -> No
 
 
 def forward_path(workspace: DeviceWorkspace) -> Any:
-    """The module that computes the products: mok_ref.gpu.hopper where it can, else
+    """The module that computes the products: one of HOPPER_MODULES where it can, else
     mok_ref.gpu.portable.
 
-    Hopper: compute capability 9.0, bf16, hidden and intermediate sizes multiples of 8 (16-byte TMA
-    strides). Raises: ValueError when "hopper" was asked for and cannot be.
+    Hopper: compute capability 9.0, rows of 16-byte multiples (TMA strides).
+    Raises: ValueError when "hopper" was asked for and cannot be.
     """
-    return _path(workspace, "hopper", "portable")
+    return _path(workspace, 0)
 
 
 def backward_path(workspace: DeviceWorkspace) -> Any:
-    """As `forward_path`, for mok_ref.gpu.hopper_backward and mok_ref.gpu.portable."""
-    return _path(workspace, "hopper_backward", "portable")
+    """As `forward_path`, for backward."""
+    return _path(workspace, 1)
 
 
 def path_name(workspace: DeviceWorkspace) -> str:
@@ -126,14 +142,18 @@ def path_name(workspace: DeviceWorkspace) -> str:
     return "portable" if forward_path(workspace).__name__.endswith("portable") else "hopper"
 
 
-def _path(workspace: DeviceWorkspace, hopper: str, portable: str) -> Any:
-    import importlib
+def _path(workspace: DeviceWorkspace, direction: int) -> Any:
+    """The module of forward (0) or backward (1), chosen once per workspace."""
 
-    reason = workspace.extra("hopper_refusal", lambda: _hopper_refusal(workspace.config))
-    if workspace.requested_path == "hopper" and reason:
-        raise ValueError(f"path 'hopper' is not possible here: {reason}")
-    chosen = portable if reason or workspace.requested_path == "portable" else hopper
-    return importlib.import_module(f"mok_ref.gpu.{chosen}")
+    def choose() -> Any:
+        reason, asked = _hopper_refusal(workspace.config), workspace.requested_path
+        if asked == "hopper" and reason:
+            raise ValueError(f"path 'hopper' is not possible here: {reason}")
+        if reason or asked == "portable":
+            return importlib.import_module("mok_ref.gpu.portable")
+        return importlib.import_module(HOPPER_MODULES[workspace.config.dtype][direction])
+
+    return workspace.extra(("path", direction), choose)
 
 
 def _hopper_refusal(config: MoEConfig) -> str:
@@ -143,11 +163,13 @@ def _hopper_refusal(config: MoEConfig) -> str:
     arch = device_arch()
     if arch != "sm_90a":
         return f"the device is {arch}, not sm_90a"
-    if config.dtype != "bf16":
+    if config.dtype not in HOPPER_MODULES:
         return f"dtype is {config.dtype!r}"
+    module = importlib.import_module(HOPPER_MODULES[config.dtype][0])
     sizes = (config.hidden_size, config.intermediate_size, config.shared_intermediate_size)
-    if any(size % 8 for size in sizes):
-        return f"hidden and intermediate sizes must be multiples of 8, got {sizes}"
+    if not module.supports(*sizes):
+        multiple = f"multiples of {module.ALIGNMENT}"
+        return f"hidden and intermediate sizes must be {multiple}, got {sizes}"
     return ""
 
 
@@ -163,6 +185,29 @@ def prepare(workspace: DeviceWorkspace, path: Any) -> None:
     workspace.extra(("loaded", path.__name__), load)
 
 
+def _forward_params(
+    workspace: DeviceWorkspace,
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    save: str,
+) -> ParamBlock:
+    """The parameter block of this step, checked and made when its arrays are new.
+
+    Raises: ValueError for shapes and dtypes; nothing reads device memory.
+    """
+    arrays = (x, topk_ids, topk_weights, *weights, *(shared or ()))
+    key = (save, *[(a.data.ptr, a.shape, a.dtype) for a in arrays])
+    params = workspace.steps.get(key)
+    if params is None:
+        _check_arrays(workspace, x, topk_ids, topk_weights, weights, shared)
+        params = _step_params(workspace, x, topk_ids, topk_weights, weights, shared, save)
+        remember(workspace.steps, key, params)
+    return params
+
+
 def _step_params(
     workspace: DeviceWorkspace,
     x: Any,
@@ -171,8 +216,8 @@ def _step_params(
     weights: ExpertWeights,
     shared: ExpertWeights | None,
     save: str,
-) -> np.ndarray:
-    """The parameter block of one step: the workspace's, with this call's arrays."""
+) -> ParamBlock:
+    """The workspace's parameter block with the arrays of a step."""
     params = workspace.params.copy()
     sizes = workspace.sizes
     ring_rows = sizes.macro_blocks * 128
@@ -196,29 +241,32 @@ def _step_params(
     return params
 
 
-def _check_forward(
-    config: MoEConfig,
-    heap: Any,
+def _check_call(config: MoEConfig, heap: Any, workspace: DeviceWorkspace, save: str) -> None:
+    """What every call is checked for."""
+    same = config is workspace.config or config == workspace.config
+    if not same or workspace.heap is not heap:
+        raise ValueError("workspace must be made with this call's config and heap")
+    if save not in SAVE_MODES:
+        raise ValueError(f"save must be one of {', '.join(SAVE_MODES)}, got {save!r}")
+
+
+def _check_arrays(
+    workspace: DeviceWorkspace,
     x: Any,
     topk_ids: Any,
     topk_weights: Any,
     weights: ExpertWeights,
     shared: ExpertWeights | None,
-    workspace: DeviceWorkspace,
-    save: str,
 ) -> None:
-    """Shapes, dtypes and options; nothing that would read device memory."""
-    if workspace.config != config or workspace.heap is not heap:
-        raise ValueError("workspace must be made with this call's config and heap")
-    if save not in SAVE_MODES:
-        raise ValueError(f"save must be one of {', '.join(SAVE_MODES)}, got {save!r}")
+    """Shapes and dtypes of a step's arrays."""
+    config = workspace.config
     check_activations(config, "x", x)
     if len(x) > workspace.max_tokens:
         raise ValueError(
             f"x must have at most max_tokens={workspace.max_tokens} rows, got {len(x)}"
         )
     check_route_arrays(config, len(x), topk_ids, topk_weights)
-    check_weights(config, heap.rank, weights, shared)
+    check_weights(config, workspace.heap.rank, weights, shared)
 
 
 # --------------------------------------------------------------------------- backward
@@ -239,26 +287,34 @@ def backward(
     dy = on_device(dy)
     _use_context(context, dy)
     workspace, params = context.workspace, context.params
-    heap, num_tokens = workspace.heap, int(params["num_tokens"])
-    gradients = gradient_buffers(workspace, main_grad)
-    back = _backward_params(workspace, dy, gradients, main_grad is not None)
-    path = backward_path(workspace)
+    heap, gradients = workspace.heap, gradient_buffers(workspace, main_grad)
+    back = backward_params(workspace, params, dy, gradients, main_grad is not None)
+    path, stream = backward_path(workspace), current_stream()
     prepare(workspace, path)
 
-    schedule.launch_stage_dy(workspace, params, back)
+    schedule.launch_stage_dy(workspace, params, back, stream)
     _publish_quantised(workspace, "dy", dy)
     heap.barrier(BARRIER_DY)  # dy of every rank is readable
-    path.launch_backward(workspace, params, back, _stream())
+    path.launch_backward(workspace, params, back, stream)
     heap.barrier(BARRIER_DX)  # every pushed dx row and weight gradient has arrived
-    schedule.dispatch_d_weights(workspace, params, back)
-    d_topk_weights = workspace.d_weights[:num_tokens]
     if router_share is not None:
-        router_dx = on_device(router_share(d_topk_weights))
-        set_params(back, router_dx=router_dx)
-    schedule.launch_dispatch_backward(workspace, params, back)
+        schedule.dispatch_d_weights(workspace, params, back, stream)
+        router_dx = on_device(router_share(_outputs(context, back)[1]))
+        back = _with_router_dx(back, router_dx)
+    schedule.launch_dispatch_backward(workspace, params, back, stream)
 
-    dx = as_output(workspace.dx[:num_tokens], context.output_dtype)
-    return Gradients(dx, d_topk_weights, **gradients)
+    return Gradients(*_outputs(context, back), **gradients)
+
+
+def _outputs(context: DeviceContext, back: ParamBlock) -> tuple[Any, Any]:
+    """dx and d_topk_weights of this rank's tokens."""
+    workspace, num_tokens = context.workspace, context.num_tokens
+
+    def build() -> tuple[Any, Any]:
+        dx = as_output(workspace.dx[:num_tokens], context.output_dtype)
+        return dx, workspace.d_weights[:num_tokens]
+
+    return prepared(back, ("outputs", context.output_dtype), build)
 
 
 def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, Any]:
@@ -267,10 +323,15 @@ def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, An
     Raises: ValueError when a buffer of `main_grad` does not fit.
     """
     config = workspace.config
-    shapes = gradient_shapes(config, workspace.heap.rank)
     dtype = np.dtype(np.uint16 if config.grad_dtype == "bf16" else np.float32)
+    shapes = workspace.extra(
+        "gradient_shapes", lambda: gradient_shapes(config, workspace.heap.rank)
+    )
     if main_grad is None:
-        return {name: workspace.scratch(name, shape, dtype) for name, shape in shapes.items()}
+        return workspace.extra(
+            "gradients",
+            lambda: {name: workspace.scratch(name, shape, dtype) for name, shape in shapes.items()},
+        )
     for name, shape in shapes.items():
         array = getattr(main_grad, name)
         bits = (
@@ -284,30 +345,48 @@ def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, An
     return {name: getattr(main_grad, name) for name in shapes}
 
 
-def _backward_params(
-    workspace: DeviceWorkspace, dy: Any, gradients: dict[str, Any], accumulate: bool
-) -> np.ndarray:
-    names = set(BACKWARD_PARAMS.names or ()) & set(workspace.buffers)
-    back = new_params(
-        BACKWARD_PARAMS,
-        **{name: workspace.buffers[name] for name in names - set(gradients)},
-        **gradients,
-    )
-    set_params(
-        back,
-        dy_in=dy,
-        d_topk_weights=workspace.d_weights,
-        dw_is_bf16=int(workspace.config.grad_dtype == "bf16"),
-        dw_accumulate=int(accumulate),
-    )
-    return back
+def backward_params(
+    workspace: DeviceWorkspace,
+    params: ParamBlock,
+    dy: Any,
+    gradients: dict[str, Any],
+    accumulate: bool = False,
+) -> ParamBlock:
+    """The parameter block of a backward after the forward of `params`, made when its arrays are
+    new."""
+
+    def build() -> ParamBlock:
+        names = set(BACKWARD_PARAMS.names or ()) & set(workspace.buffers)
+        block = new_params(BACKWARD_PARAMS, **{name: workspace.buffers[name] for name in names})
+        set_params(
+            block,
+            **gradients,
+            dy_in=dy,
+            d_topk_weights=workspace.d_weights,
+            dw_is_bf16=int(workspace.config.grad_dtype == "bf16"),
+            dw_accumulate=int(accumulate),
+        )
+        return block
+
+    key = ("backward", dy.data.ptr, *[g.data.ptr for g in gradients.values()], accumulate)
+    return prepared(params, key, build)
+
+
+def _with_router_dx(back: ParamBlock, router_dx: Any) -> ParamBlock:
+    """The block of a backward whose dx ends with the router's share."""
+
+    def build() -> ParamBlock:
+        block = back.copy()
+        set_params(block, router_dx=router_dx)
+        return block
+
+    return prepared(back, ("router", router_dx.data.ptr), build)
 
 
 def _use_context(context: DeviceContext, dy: Any) -> None:
     check_activations(context.config, "dy", dy)
-    num_tokens = int(context.params["num_tokens"])
-    if len(dy) != num_tokens:
-        raise ValueError(f"dy must have the {num_tokens} rows of x, got {len(dy)}")
+    if len(dy) != context.num_tokens:
+        raise ValueError(f"dy must have the {context.num_tokens} rows of x, got {len(dy)}")
     if not context.workspace.training:
         raise RuntimeError("the workspace was made with training=False: it has no backward buffers")
     if context.used:
@@ -321,11 +400,14 @@ def _use_context(context: DeviceContext, dy: Any) -> None:
 
 
 def on_device(array: Any) -> Any:
-    """A C-contiguous CuPy array of the same values; bf16 keeps its dtype or becomes its bits."""
+    """A CuPy array of the same values, C-contiguous and 16-byte aligned; bf16 keeps its dtype or
+    becomes its bits."""
     import cupy
 
     if isinstance(array, cupy.ndarray):
-        return array if array.flags.c_contiguous else cupy.ascontiguousarray(array)
+        if array.flags.c_contiguous and array.data.ptr % ALIGNMENT == 0:
+            return array
+        return array.copy(order="C")
     host = np.ascontiguousarray(array)
     return cupy.asarray(host.view(np.uint16) if host.dtype == BFLOAT16 else host)
 
@@ -347,7 +429,8 @@ def _largest_num_tokens(heap: Any, num_tokens: int) -> int:
     return largest
 
 
-def _stream() -> Any:
+def current_stream() -> Any:
+    """The calling thread's CuPy stream."""
     import cupy
 
     return cupy.cuda.get_current_stream()

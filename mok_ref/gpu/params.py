@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mok_ref.gpu.launch import ParamBlock
+
 MAX_RANKS = 128
 BARRIER_WORDS = MAX_RANKS
 
@@ -117,7 +119,7 @@ LAYER_PARAMS = np.dtype(
         ("row_block_expert", _POINTER),
         ("row_block_valid", _POINTER),
         ("info", _POINTER),
-        ("chunk_count", _POINTER),
+        ("block_count", _POINTER),
         ("counters", _POINTER),
         ("input_error", _POINTER),
         ("error_record", _POINTER),
@@ -143,6 +145,9 @@ LAYER_PARAMS = np.dtype(
         ("ids_in", _POINTER),
         ("weights_in", _POINTER),
         ("num_counters", np.int64),
+        ("combine", _POINTER),
+        ("topk_ids", _POINTER),
+        ("topk_weights", _POINTER),
     ],
     align=True,
 )
@@ -183,10 +188,10 @@ STRUCTS = {
 }
 
 
-def new_params(dtype: np.dtype, **values: Any) -> np.ndarray:
+def new_params(dtype: np.dtype, **values: Any) -> ParamBlock:
     """A zeroed parameter block of shape () with `values` written; arrays become device
     addresses."""
-    block = np.zeros((), dtype)
+    block = np.zeros((), dtype).view(ParamBlock)
     set_params(block, **values)
     return block
 
@@ -196,7 +201,7 @@ def by_value(block: np.ndarray) -> np.ndarray:
 
     CuPy describes an argument's fields one by one at every launch; fifty of them cost 40 us.
     """
-    return block.reshape(1).view(_opaque(block.dtype.itemsize))
+    return np.asarray(block).reshape(1).view(_opaque(block.dtype.itemsize))
 
 
 @lru_cache(maxsize=64)

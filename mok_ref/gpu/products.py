@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mok_ref.gpu.launch import Launch
 from mok_ref.mxfp8 import num_blocks
 
 SOURCE = "portable.cu"
@@ -110,9 +111,12 @@ class DeviceLauncher:
     """Launches on the current CuPy stream."""
 
     def launch(self, kernel: str, grid: tuple[int, ...], threads: int, arguments: list) -> None:
+        import cupy
+
         from mok_ref.gpu.compiler import load_kernel
 
-        load_kernel(SOURCE, kernel)(grid, (threads,), tuple(arguments))
+        stream = cupy.cuda.get_current_stream()
+        Launch(load_kernel(SOURCE, kernel), grid, threads, tuple(arguments))(stream)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         import cupy

@@ -97,7 +97,8 @@ class DeviceRouter:
     """One rank's router. Arrays it returns are its own buffers: the next step overwrites them.
 
     options       RoutingOptions
-    input_error   address of the rank's input-error word (`heap.status.input_error_address`), or 0
+    input_error   address of the rank's input-error word (`heap.status.input_error_address`, whose
+                  `heap.status.num_experts` must be this router's), or 0
     path          "auto", "soft" or "mma" (mok_ref.gpu.products)
     """
 

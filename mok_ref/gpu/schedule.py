@@ -1,5 +1,9 @@
 """Launches of the kernels around the products: staging, schedule, epilogues
-(cuda_src/support.cu)."""
+(cuda_src/support.cu).
+
+`params` and `back` are the parameter blocks of one step; what is launched for them is prepared at
+their first use.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,15 @@ from typing import Any
 import numpy as np
 
 from mok_ref.gpu.compiler import load_kernel
-from mok_ref.gpu.params import SCHEDULE_INFO, by_value
-from mok_ref.gpu.workspace import CHUNK_TOKENS
+from mok_ref.gpu.launch import Launch, ParamBlock, enqueue
+from mok_ref.gpu.params import SCHEDULE_INFO
 from mok_ref.schedule import Schedule
 
 SOURCE = "support.cu"
 THREADS = 256
 MAX_CTAS = 132 * 8
-SMEM_LIMIT = 227 * 1024
 
 __all__ = [
-    "CHUNK_TOKENS",
     "dispatch_d_weights",
     "launch_combine",
     "launch_dispatch_backward",
@@ -33,73 +35,106 @@ __all__ = [
 def warm_up(workspace: Any) -> None:
     """Compile and load every kernel of a step, so that no rank waits for another one's compiler."""
     for name in (
-        "stage_inputs", "stage_dy", "gather_routes", "schedule_count", "schedule_scan",
-        "schedule_fill", "combine_forward_8", "combine_forward_1", "dispatch_backward_8",
-        "dispatch_backward_1", "dispatch_d_weights",
+        "stage_inputs", "stage_dy", "gather_routes", "combine_forward_8", "combine_forward_1",
+        "dispatch_backward_8", "dispatch_backward_1", "dispatch_d_weights",
     ):  # fmt: skip
-        _ = _kernel(name, _schedule_smem(workspace)[1] if name in _WARP_WORDS else 0).num_regs
+        _ = load_kernel(SOURCE, name).num_regs
+    for name, lists in zip(_SCHEDULE_KERNELS, _schedule_shape(workspace)[1:], strict=True):
+        _ = load_kernel(SOURCE, name, (), lists).num_regs
     workspace.heap.warm_up()
 
 
-_WARP_WORDS = ("schedule_count", "schedule_fill")
+def launch_stage_inputs(workspace: Any, params: ParamBlock, stream: Any) -> None:
+    """Several ranks: the caller's arrays into this rank's symmetric buffers, checked on the way.
+
+    One rank alone stages nothing: its schedule reads routes from the caller's arrays, the layer its
+    tokens.
+    """
+
+    def build() -> list[Launch]:
+        copy_x = np.int32(workspace.config.dtype == "bf16")
+        words = _staged_words(params, workspace.config.top_k)
+        return [_launch("stage_inputs", (_ctas(words),), THREADS, params, copy_x)]
+
+    if workspace.heap.size > 1:
+        enqueue(params, "stage_inputs", stream, build)
 
 
-def launch_stage_inputs(workspace: Any, params: np.ndarray) -> None:
-    """The caller's arrays into this rank's symmetric buffers; ids and weights are checked."""
-    words = int(params["num_tokens"]) * max(int(params["hidden_size"]) // 8, int(params["top_k"]))
-    _kernel("stage_inputs")((_ctas(words),), (THREADS,), (by_value(params),))
+def launch_stage_dy(workspace: Any, params: ParamBlock, back: ParamBlock, stream: Any) -> None:
+    """dy where every rank reads it: in its symmetric buffer, or with one rank in place."""
+
+    def build() -> list[Launch]:
+        copy = workspace.heap.size > 1 and workspace.config.dtype == "bf16"
+        ctas = _ctas(_staged_words(params, 0)) if copy else 1
+        return [_launch("stage_dy", (ctas,), THREADS, params, back, np.int32(copy))]
+
+    enqueue(back, "stage_dy", stream, build)
 
 
-def launch_stage_dy(workspace: Any, params: np.ndarray, back: np.ndarray) -> None:
-    """dy into its symmetric buffer."""
-    words = int(params["num_tokens"]) * int(params["hidden_size"]) // 8
-    _kernel("stage_dy")((_ctas(words),), (THREADS,), (by_value(params), by_value(back)))
+def launch_schedule(workspace: Any, params: ParamBlock, stream: Any) -> None:
+    """Gather all ranks' routes and build this rank's tables; after a barrier between ranks.
+
+    Clears the counters that the forward kernel counts with.
+    """
+    enqueue(params, "schedule", stream, lambda: _schedule_launches(workspace, params))
 
 
-def launch_schedule(workspace: Any, params: np.ndarray) -> None:
-    """Gather all ranks' routes and build this rank's tables; after a barrier between ranks."""
+def _schedule_launches(workspace: Any, params: ParamBlock) -> list[Launch]:
     sizes, size = workspace.sizes, workspace.heap.size
-    words = sizes.max_tokens * workspace.config.top_k
-    blocks = 1 if size == 1 else max(1, min(32, -(-words // (4 * THREADS))))
-    block = by_value(params)
-    _kernel("gather_routes")((blocks, size), (THREADS,), (block,))
-    warps, smem = _schedule_smem(workspace)
-    chunks = sizes.segments * sizes.chunks
-    tasks = chunks + int(params["num_local_experts"])
-    _kernel("schedule_count", smem)(
-        (-(-chunks // warps),), (32 * warps,), (block,), shared_mem=smem
-    )
-    _kernel("schedule_scan")((1,), (1024,), (block,))
-    _kernel("schedule_fill", smem)((-(-tasks // warps),), (32 * warps,), (block,), shared_mem=smem)
+    launches = []
+    if size > 1:
+        words = sizes.max_tokens * workspace.config.top_k
+        blocks = max(1, min(32, -(-words // (4 * THREADS))))
+        launches.append(_launch("gather_routes", (blocks, size), THREADS, params))
+    threads, *smem = _schedule_shape(workspace)
+    ctas = sizes.segments * sizes.blocks
+    kernels = list(zip(_SCHEDULE_KERNELS, (ctas, sizes.segments, ctas), smem, strict=True))
+    if sizes.segments == 1:
+        kernels.pop(1)
+    if ctas == 1 and size == 1:  # what the only block counts is all there is
+        kernels = kernels[-1:]
+    for name, width, smem_bytes in kernels:
+        launches.append(_launch(name, (width,), threads, params, smem_bytes=smem_bytes))
+    return launches
 
 
-def launch_combine(workspace: Any, params: np.ndarray) -> None:
+def launch_combine(workspace: Any, params: ParamBlock, stream: Any) -> None:
     """combine_forward: y from the rank's own combine buffer; after a barrier between ranks."""
-    vector = _vector(params)
-    words = int(params["num_tokens"]) * int(params["hidden_size"]) // vector
-    if words:
-        _kernel(f"combine_forward_{vector}")(
-            (-(-words // THREADS),), (THREADS,), (by_value(params),)
-        )
+    enqueue(params, "combine", stream, lambda: _epilogue("combine_forward", params))
 
 
-def dispatch_d_weights(workspace: Any, params: np.ndarray, back: np.ndarray) -> None:
+def dispatch_d_weights(workspace: Any, params: ParamBlock, back: ParamBlock, stream: Any) -> None:
     """d_topk_weights of this rank's tokens; after a barrier between ranks."""
-    words = int(params["num_tokens"]) * int(params["top_k"])
-    if words:
-        _kernel("dispatch_d_weights")(
-            (_ctas(words),), (THREADS,), (by_value(params), by_value(back))
-        )
+
+    def build() -> list[Launch]:
+        words = int(params["num_tokens"]) * int(params["top_k"])
+        return [_launch("dispatch_d_weights", (_ctas(words),), THREADS, params, back)]
+
+    enqueue(back, "d_weights", stream, build)
 
 
-def launch_dispatch_backward(workspace: Any, params: np.ndarray, back: np.ndarray) -> None:
-    """dispatch_backward: dx from the rank's own combine buffer; after a barrier between ranks."""
-    vector = _vector(params)
-    words = int(params["num_tokens"]) * int(params["hidden_size"]) // vector
-    if words:
-        _kernel(f"dispatch_backward_{vector}")(
-            (-(-words // THREADS),), (THREADS,), (by_value(params), by_value(back))
-        )
+def launch_dispatch_backward(
+    workspace: Any, params: ParamBlock, back: ParamBlock, stream: Any
+) -> None:
+    """dispatch_backward: dx from the rank's own combine buffer; after a barrier between ranks.
+
+    d_topk_weights too, unless the router's share of dx was made from them before.
+    """
+    with_d_weights = np.int32(int(back["router_dx"]) == 0)
+    arguments = (params, back, with_d_weights)
+    enqueue(back, "dx", stream, lambda: _epilogue("dispatch_backward", *arguments))
+
+
+def _epilogue(name: str, params: ParamBlock, *arguments: Any) -> list[Launch]:
+    """One thread for each 8 columns (16 bytes) of a token, or for each column."""
+    num_tokens, hidden = int(params["num_tokens"]), int(params["hidden_size"])
+    vector = 8 if hidden % 8 == 0 else 1
+    columns = hidden // vector
+    ctas = -(-columns // THREADS)
+    threads = -(-columns // (32 * ctas)) * 32
+    if num_tokens == 0:
+        return []
+    return [_launch(f"{name}_{vector}", (num_tokens, ctas), threads, params, *arguments)]
 
 
 def read_schedule(workspace: Any) -> Schedule:
@@ -117,26 +152,27 @@ def read_schedule(workspace: Any) -> Schedule:
     )
 
 
-def _kernel(name: str, smem_bytes: int = 0) -> Any:
-    return load_kernel(SOURCE, name, (), smem_bytes)
+def _launch(
+    name: str, grid: tuple[int, ...], threads: int, *arguments: Any, smem_bytes: int = 0
+) -> Launch:
+    kernel = load_kernel(SOURCE, name, (), smem_bytes)
+    return Launch(kernel, grid, threads, arguments, smem_bytes)
+
+
+def _staged_words(params: ParamBlock, top_k: int) -> int:
+    """Threads that have something to copy: 16 bytes of a token, or a route."""
+    return int(params["num_tokens"]) * max(int(params["hidden_size"]) // 8, top_k)
 
 
 def _ctas(words: int) -> int:
     return max(1, min(MAX_CTAS, -(-words // THREADS)))
 
 
-def _vector(params: np.ndarray) -> int:
-    """Columns per thread: 8 where rows are multiples of 16 bytes."""
-    return 8 if int(params["hidden_size"]) % 8 == 0 else 1
+_SCHEDULE_KERNELS = ("schedule_count", "schedule_turns", "schedule_fill")
 
 
-def _schedule_smem(workspace: Any) -> tuple[int, int]:
-    """(warps per CTA, dynamic shared memory): one counter per warp and local expert.
-
-    Raises: ValueError when a rank holds more experts than one warp's counters can hold.
-    """
-    per_warp = 4 * max(1, workspace.config.num_local_experts(workspace.heap.rank))
-    if per_warp > SMEM_LIMIT:
-        raise ValueError(f"a rank must own at most {SMEM_LIMIT // 4} experts, got {per_warp // 4}")
-    warps = max(1, min(4, 48 * 1024 // per_warp))
-    return warps, warps * per_warp
+def _schedule_shape(workspace: Any) -> tuple[int, int, int, int]:
+    """(threads per CTA, dynamic shared memory of each of the schedule kernels)."""
+    experts = max(1, workspace.config.num_local_experts(workspace.heap.rank))
+    warps = workspace.sizes.block_warps
+    return 32 * warps, 4 * experts, 0, 4 * experts * (warps + 3)

@@ -132,8 +132,16 @@ def _compare_rows(
     expected |= {"gate_saved": parts["g"], "up_saved": parts["u"], "h_ring": parts["h"]}
     for name, values in expected.items():
         end = in_ring if name.endswith("ring") else len(valid)
-        actual = getattr(workspace, name)[:end].get()[valid[:end]]
+        actual = _rows_of(workspace, name)[:end][valid[:end]]
         yield compare(rank, name, actual, values[: np.count_nonzero(valid[:end])])
+
+
+def _rows_of(workspace: Any, name: str) -> np.ndarray:
+    """bf16 bits of a buffer of rows; rings may hold them as codes and scales."""
+    path = layer.forward_path(workspace)
+    if name.endswith("_ring") and hasattr(path, "ring_values"):
+        return path.ring_values(workspace, name.removesuffix("_ring"))
+    return getattr(workspace, name).get()
 
 
 def _expert(config: MoEConfig, batch: Batch, expert: int, x: np.ndarray) -> ExpertForward:

@@ -13,6 +13,7 @@ import numpy as np
 
 from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.gpu.hopper import default_minibatch
+from mok_ref.gpu.launch import ParamBlock
 from mok_ref.gpu.params import (
     LAYER_PARAMS,
     NUM_SYMMETRIC,
@@ -21,9 +22,11 @@ from mok_ref.gpu.params import (
     SYMMETRIC_BUFFERS,
     new_params,
 )
-from mok_ref.planner.tune import tuned
+from mok_ref.planner.tune import tuned, tuned_cluster_size
 
-CHUNK_TOKENS = 32  # kChunkTokens of cuda_src/schedule.cuh
+WARP_TOKENS = 4  # kWarpTokens of cuda_src/schedule.cuh
+MAX_SCHEDULE_WARPS = 32
+SCHEDULE_WORDS = 22 * 1024  # of dynamic shared memory for a schedule kernel; sm_86 has 99 KiB
 BF16 = np.dtype(np.uint16)
 F32 = np.dtype(np.float32)
 I32 = np.dtype(np.int32)
@@ -52,20 +55,34 @@ class Sizes(NamedTuple):
     macro_blocks: int
     max_saved_rows: int
     segments: int
-    chunks: int
+    blocks: int
+    block_warps: int
     num_counters: int
 
 
-def schedule_grid(config: MoEConfig, max_tokens: int) -> tuple[int, int]:
-    """(segments, chunks per segment) of the schedule kernels (cuda_src/schedule.cuh:
-    chunk_grid)."""
+def schedule_warps(num_local_experts: int, walk: int) -> int:
+    """Warps of a CTA of the schedule kernels: enough for a short walk in one block, as far as their
+    counts of every expert leave room.
+
+    Raises: ValueError when a rank holds more experts than that.
+    """
+    experts = max(1, num_local_experts)
+    room = SCHEDULE_WORDS // experts - 3
+    if room < 1:
+        raise ValueError(f"a rank must own at most {SCHEDULE_WORDS // 4} experts, got {experts}")
+    return min(max(8, -(-walk // WARP_TOKENS)), MAX_SCHEDULE_WARPS, room)
+
+
+def schedule_grid(config: MoEConfig, rank: int, max_tokens: int) -> tuple[int, int, int]:
+    """(segments, blocks per segment, warps per block) of the schedule kernels
+    (cuda_src/schedule.cuh: walk_grid)."""
     if config.row_order == "canonical":
         bits = max(1, int(config.ep_size * max_tokens - 1).bit_length())
         segments, walk = 1, 1 << bits
     else:
         segments, walk = config.ep_size, max_tokens
-    chunks = -(-walk // CHUNK_TOKENS)
-    return segments, -(-chunks // 4) * 4
+    warps = schedule_warps(config.num_local_experts(rank), walk)
+    return segments, -(-walk // (WARP_TOKENS * warps)), warps
 
 
 def derive_sizes(
@@ -87,7 +104,7 @@ def derive_sizes(
     if max_saved_rows is None:
         max_saved_rows = max(balanced, macro_blocks) * ROW_TILE
     max_saved_rows = min(max_saved_rows, max_blocks * ROW_TILE)
-    segments, chunks = schedule_grid(config, max_tokens)
+    segments, blocks, warps = schedule_grid(config, rank, max_tokens)
     return Sizes(
         max_tokens=max_tokens,
         max_row_blocks=max_blocks,
@@ -95,21 +112,33 @@ def derive_sizes(
         macro_blocks=macro_blocks,
         max_saved_rows=max_saved_rows // ROW_TILE * ROW_TILE,
         segments=segments,
-        chunks=chunks,
+        blocks=blocks,
+        block_warps=warps,
         num_counters=1024 + 8 * max_blocks,
     )
 
 
+VALUE_RINGS = ("x_ring", "h_ring", "dy_ring", "d_gate_ring", "d_up_ring")
+"""Rings of bf16 rows that kernels do without whose rings hold codes and scales."""
+
+
 def buffer_table(
-    config: MoEConfig, rank: int, sizes: Sizes, training: bool = True
+    config: MoEConfig,
+    rank: int,
+    sizes: Sizes,
+    training: bool = True,
+    value_rings: bool = True,
 ) -> dict[str, Buffer]:
-    """Every buffer of the workspace by name; names equal the fields of the parameter blocks."""
+    """Every buffer of the workspace by name; names equal the fields of the parameter blocks.
+
+    value_rings   False: without VALUE_RINGS
+    """
     table = _symmetric_buffers(config, sizes, training)
     table |= _schedule_buffers(config, rank, sizes)
     table |= _forward_buffers(config, sizes, training)
     if training:
         table |= _backward_buffers(config, sizes)
-    return table
+    return {n: b for n, b in table.items() if value_rings or n not in VALUE_RINGS}
 
 
 def _symmetric_buffers(config: MoEConfig, sizes: Sizes, training: bool) -> dict[str, Buffer]:
@@ -137,7 +166,7 @@ def _symmetric_buffers(config: MoEConfig, sizes: Sizes, training: bool) -> dict[
 
 def _schedule_buffers(config: MoEConfig, rank: int, sizes: Sizes) -> dict[str, Buffer]:
     rows, local = sizes.max_row_blocks * ROW_TILE, config.num_local_experts(rank)
-    chunk_words = local * sizes.segments * (sizes.chunks + 1)
+    count_words = local * sizes.segments * (sizes.blocks + 1)
     return {
         "all_ids": Buffer((config.ep_size * sizes.max_tokens, config.top_k), I32),
         "local_expert": Buffer((config.num_experts,), I32),
@@ -149,7 +178,7 @@ def _schedule_buffers(config: MoEConfig, rank: int, sizes: Sizes) -> dict[str, B
         "row_block_expert": Buffer((sizes.max_row_blocks,), I32),
         "row_block_valid": Buffer((sizes.max_row_blocks,), I32),
         "info": Buffer((SCHEDULE_INFO.itemsize // 4,), I32),
-        "chunk_count": Buffer((chunk_words,), I32),
+        "block_count": Buffer((count_words,), I32),
         "counters": Buffer((sizes.num_counters,), U32),
         "peer_table": Buffer((NUM_SYMMETRIC, config.ep_size), np.dtype(np.uint64)),
     }
@@ -236,16 +265,26 @@ class DeviceWorkspace:
         self.max_tokens = max_tokens
         # sizes that `mok-ref tune` measured on this device, where the config names none
         ring = tuned(config, heap.device, max_tokens)
+        self.cluster_size = tuned_cluster_size(config, heap.device, max_tokens)
         self.sizes = derive_sizes(ring, heap.rank, max(1, max_tokens), max_saved_rows)
         self.requested_path = path
         self.generation = 0
         self._serial = _next_serial(heap)
+        self.steps: dict[Any, ParamBlock] = {}  # parameter blocks by the step's arrays
         self._extra: dict[Any, Any] = {}
-        self._table = buffer_table(config, heap.rank, self.sizes, training)
+        value_rings = not self._has_rings_of_codes()
+        self._table = buffer_table(config, heap.rank, self.sizes, training, value_rings)
         self.buffers: dict[str, Any] = {}
         self._allocate()
         self._fill_constants()
         self.params = self._base_params()
+
+    def _has_rings_of_codes(self) -> bool:
+        """Whether this workspace's kernels keep rows as codes and scales, in buffers of their
+        own."""
+        from mok_ref.gpu.layer import forward_path
+
+        return self.config.dtype == "mxfp8" and hasattr(forward_path(self), "ring_buffers")
 
     def __getattr__(self, name: str) -> Any:
         """Buffers are attributes too: `workspace.x_ring`."""
@@ -259,7 +298,8 @@ class DeviceWorkspace:
         return f"gpu_layer{self._serial}/{name}"
 
     def mine(self, name: str) -> Any:
-        """This rank's array of a symmetric buffer; writing x there spares the layer a copy."""
+        """This rank's array of a symmetric buffer. With several ranks, x written there spares the
+        layer a copy; with one rank there is none."""
         return self.buffers[name]
 
     def peer(self, rank: int, name: str) -> Any:
@@ -303,7 +343,8 @@ class DeviceWorkspace:
         for name, buffer in self._table.items():
             if buffer.symmetric:
                 self.heap.free(self.symmetric_name(name))
-        self.buffers.clear()
+        for kept in (self.buffers, self.steps, self._extra):
+            kept.clear()
         self._table = {}
 
     def _allocate(self) -> None:
@@ -331,7 +372,7 @@ class DeviceWorkspace:
         self.buffers["local_expert"].set(local)
         cupy.cuda.get_current_stream().synchronize()
 
-    def _base_params(self) -> np.ndarray:
+    def _base_params(self) -> ParamBlock:
         config, sizes, status = self.config, self.sizes, self.heap.status
         params = new_params(
             LAYER_PARAMS,
@@ -357,8 +398,9 @@ class DeviceWorkspace:
             barrier_epoch=status.epoch_address,
             num_counters=sizes.num_counters,
         )
-        local = {n for n, b in self._table.items() if not b.symmetric} | {"peer_table"}
-        for name in local & set(LAYER_PARAMS.names or ()):
+        own = {name for name, buffer in self._table.items() if not buffer.symmetric}
+        own |= {"combine", "topk_ids", "topk_weights"}
+        for name in own & set(LAYER_PARAMS.names or ()):
             params[name] = self.buffers[name].data.ptr if self.buffers[name].size else 0
         if self.heap.size == 1:
             params["all_ids"] = self.buffers["topk_ids"].data.ptr  # one rank: nothing to gather

@@ -1,0 +1,221 @@
+"""Beside the table: what each save mode costs, several virtual ranks on one GPU, and the kernels
+around the products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mok_ref.bench.cases import CASES, BenchCase
+from mok_ref.bench.timing import interleaved_ms, launches_ms
+from mok_ref.config import ROW_TILE, SAVE_MODES
+
+SAVING_CASES = ("dsv3-rank", "qwen3")
+AROUND_CASES = ("small-16", "dsv3-rank", "qwen3", "sonic")
+RANK_CASES = ("dsv3-rank", "kimi-16", "mixtral", "qwen3")
+NUM_RANKS = 4
+RANK_ROUNDS = 3  # the worlds of one and of several ranks take turns
+CALLS = 8
+
+
+@dataclass
+class SavingRow:
+    """Forward and backward of one case with one ring and one save mode; dW in bf16."""
+
+    case: str
+    ring_rows: int
+    rows: int
+    save: str
+    forward_ms: float
+    step_ms: float  # forward and backward
+    saved_bytes: int  # of gate and up
+
+    def __str__(self) -> str:
+        return (
+            f"save {self.save:4} {self.case:11} ring {self.ring_rows:7} of {self.rows:7} rows: "
+            f"forward {self.forward_ms:.3f} ms, with backward {self.step_ms:.3f} ms, "
+            f"{self.saved_bytes / 2**20:.0f} MiB kept"
+        )
+
+
+@dataclass
+class RankRow:
+    """Virtual ranks that share one GPU and one case's tokens."""
+
+    case: str
+    ranks: int
+    direction: str
+    ms: float
+    against_one_rank: float
+
+    def __str__(self) -> str:
+        return (
+            f"ranks {self.ranks} {self.case:11} {self.direction:8} {self.ms:.3f} ms, "
+            f"{self.against_one_rank:.3f} of one rank"
+        )
+
+
+@dataclass
+class AroundRow:
+    """Kernels before and after the products, alone in a CUDA graph."""
+
+    case: str
+    kernels: str
+    us: float
+    tbytes_per_s: float | None  # where they are bound by memory
+
+    def __str__(self) -> str:
+        rate = "" if self.tbytes_per_s is None else f", {self.tbytes_per_s:.2f} TB/s"
+        return f"around {self.case:11} {self.kernels:8} {self.us:.1f} us{rate}"
+
+
+def run_experiment(name: str, report: Any) -> None:
+    """One of `mok_ref.bench.commands.EXPERIMENTS`; adds to `report`."""
+    from mok_ref.bench.growth import bench_growth
+
+    if name == "save":
+        for case in SAVING_CASES:
+            report.saving += bench_saving(CASES[case])
+    elif name == "ranks":
+        for case in RANK_CASES:
+            report.ranks += bench_ranks(CASES[case], NUM_RANKS)
+    elif name == "around":
+        for case in AROUND_CASES:
+            report.around += bench_around(CASES[case])
+    else:
+        bench_growth(report)
+
+
+# --------------------------------------------------------------------------- save modes
+
+
+def bench_saving(case: BenchCase) -> list[SavingRow]:
+    """Every save mode with a ring for all rows and with one for a quarter of them."""
+    from mok_ref.bench.gpu import OurLayer
+    from mok_ref.bench.peers import make_inputs
+
+    inputs, rng, rows = make_inputs(case), np.random.default_rng(0), []
+    for macrobatch in (None, -(-case.num_rows // (4 * ROW_TILE)) * ROW_TILE):
+        layer = OurLayer(inputs, "bf16", macrobatch=macrobatch)
+        forwards = {save: partial(layer.forward, save) for save in SAVE_MODES}
+        steps = {save: partial(_step, layer, save) for save in SAVE_MODES}
+        forward_ms, step_ms = interleaved_ms(forwards, rng), interleaved_ms(steps, rng)
+        ring_rows = layer.workspace.sizes.macro_blocks * ROW_TILE
+        for save in SAVE_MODES:
+            layer.forward(save)
+            kept = min(int(layer.context.params["max_saved_rows"]), _padded(case))
+            rows.append(
+                SavingRow(
+                    case=case.name,
+                    ring_rows=ring_rows,
+                    rows=case.num_rows,
+                    save=save,
+                    forward_ms=forward_ms[save],
+                    step_ms=step_ms[save],
+                    saved_bytes=4 * kept * case.intermediate_size,
+                )
+            )
+        layer.close()
+    return rows
+
+
+def _padded(case: BenchCase) -> int:
+    """Rows that a uniform routing fills, padding included, at most."""
+    return case.num_rows + case.num_experts * ROW_TILE
+
+
+def _step(layer: Any, save: str) -> None:
+    layer.forward(save)
+    layer.backward()
+
+
+# --------------------------------------------------------------------------- around the products
+
+
+def bench_around(case: BenchCase) -> list[AroundRow]:
+    """Everything of a step of one rank but its products, pulls and pushes."""
+    from mok_ref.bench.gpu import OurLayer, torch_stream
+    from mok_ref.bench.peers import graphed, make_inputs
+    from mok_ref.gpu import layer, schedule
+
+    ours = OurLayer(make_inputs(case), "bf16")
+    _step(ours, "all")
+    workspace, params = ours.workspace, ours.context.params
+    back = layer.backward_params(
+        workspace, params, ours.dy, layer.gradient_buffers(workspace, None)
+    )
+    sums = 2 * case.num_tokens * (case.top_k + 1) * case.hidden_size  # bytes read and written
+    launches: dict[str, tuple[Callable[[Any], None], int]] = {
+        "schedule": (partial(schedule.launch_schedule, workspace, params), 0),
+        "y": (partial(schedule.launch_combine, workspace, params), sums),
+        "dx": (partial(schedule.launch_dispatch_backward, workspace, params, back), sums),
+    }
+    rows = []
+    for name, (launch, num_bytes) in launches.items():
+
+        def call(launch: Callable[[Any], None] = launch) -> None:
+            with torch_stream() as stream:
+                launch(stream)
+
+        us = 1e3 * float(np.median(launches_ms(graphed(call), 20, warm=4)))
+        rows.append(AroundRow(case.name, name, us, num_bytes / us / 1e6 if num_bytes else None))
+    ours.close()
+    return rows
+
+
+# --------------------------------------------------------------------------- virtual ranks
+
+
+def bench_ranks(case: BenchCase, num_ranks: int) -> list[RankRow]:
+    """Forward and backward of `num_ranks` virtual ranks beside one rank with all tokens."""
+    from mok_ref.bench.peers import make_inputs
+
+    inputs = make_inputs(case)
+    samples: dict[tuple[int, str], list[float]] = {}
+    for _ in range(RANK_ROUNDS):
+        for size in (1, num_ranks):
+            for direction, found in time_ranks(inputs, size).items():
+                samples.setdefault((size, direction), []).extend(found)
+    median = {key: float(np.median(found)) for key, found in samples.items()}
+    return [
+        RankRow(case.name, size, direction, ms, ms / median[1, direction])
+        for (size, direction), ms in median.items()
+    ]
+
+
+def time_ranks(inputs: Any, size: int) -> dict[str, list[float]]:
+    """Milliseconds per call of "forward" and "backward", on the slowest rank."""
+    from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
+
+    found = run_virtual_cuda_ranks(size, partial(_time_rank, inputs))
+    return {name: np.max([times[name] for times in found], axis=0).tolist() for name in found[0]}
+
+
+def _time_rank(inputs: Any, heap: Any) -> dict[str, list[float]]:
+    """One rank's part, in its own thread and stream."""
+    import torch
+
+    from mok_ref.bench.gpu import OurLayer
+
+    with torch.cuda.stream(torch.cuda.ExternalStream(heap.stream.ptr)):
+        layer = OurLayer(rank_inputs(inputs, heap.rank, heap.size), "bf16", heap=heap)
+        times = {"forward": launches_ms(partial(layer.forward, "none"), CALLS, warm=3)}
+        layer.forward("all")
+        times["backward"] = launches_ms(layer.backward, CALLS, warm=3)
+        layer.close()
+    return times
+
+
+def rank_inputs(inputs: Any, rank: int, size: int) -> Any:
+    """`BenchInputs` of one rank: its share of the tokens and its experts' weights."""
+    case = inputs.case
+    tokens, experts = case.num_tokens // size, case.num_experts // size
+    mine = slice(rank * tokens, (rank + 1) * tokens)
+    own = slice(rank * experts, (rank + 1) * experts)
+    parts = {name: getattr(inputs, name)[mine] for name in ("x", "dy", "topk_ids", "topk_weights")}
+    weights = {name: getattr(inputs, name)[own] for name in ("w_gate_up", "w_down")}
+    return replace(inputs, case=replace(case, num_tokens=tokens), **parts, **weights)

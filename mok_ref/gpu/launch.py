@@ -1,0 +1,92 @@
+"""Kernel launches that are prepared once and repeated.
+
+CuPy describes every argument of a kernel at every launch, which costs more than the driver's own
+work on small steps. A `Launch` holds what the driver wants, grid, shared memory and the addresses
+of its arguments, so that repeating it is one call. Launches belong to the parameter block that they
+carry: `prepared` keeps them there, and they go when it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+MAX_PREPARED = 32
+"""What one block keeps; the oldest goes first."""
+
+
+class ParamBlock(np.ndarray):
+    """A parameter block of shape () with what was prepared from its values."""
+
+    prepared: dict[Any, Any]
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.prepared = {}  # a copy may be changed: nothing of its source is valid for it
+
+
+class Launch:
+    """One kernel with all its arguments; call it with the stream to enqueue it on.
+
+    kernel      of `mok_ref.gpu.compiler.load_kernel`
+    grid        CTAs, up to three numbers
+    arguments   parameter blocks and NumPy scalars by value, copied now; CuPy arrays by address
+    """
+
+    __slots__ = ("_arguments", "_kept", "_launch", "_shape")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        threads: int,
+        arguments: tuple[Any, ...],
+        smem_bytes: int = 0,
+    ) -> None:
+        import cupy
+
+        values = [_argument_bytes(argument) for argument in arguments]
+        pointers = np.array([value.ctypes.data for value in values], np.uint64)
+        self._kept = (kernel, arguments, values, pointers)
+        self._arguments = pointers.ctypes.data
+        width, height, depth = (*grid, 1, 1)[:3]
+        self._shape = (kernel.kernel.ptr, width, height, depth, threads, 1, 1, smem_bytes)
+        self._launch = cupy.cuda.driver.launchKernel
+
+    def __call__(self, stream: Any) -> None:
+        """Enqueue it on a CuPy stream."""
+        self._launch(*self._shape, stream.ptr, self._arguments, 0)
+
+
+def _argument_bytes(argument: Any) -> np.ndarray:
+    """The bytes that the driver copies into the kernel's parameter."""
+    by_value = isinstance(argument, (np.generic, ParamBlock)) or type(argument) is np.ndarray
+    value = np.asarray(argument if by_value else np.uint64(argument.data.ptr))
+    return np.frombuffer(value.tobytes(), np.uint8)
+
+
+def prepared(block: Any, key: Any, build: Callable[[], Any]) -> Any:
+    """What `build()` gave for this block and key, made at the first use.
+
+    The block's values are fixed from then on.
+    """
+    found = block.prepared.get(key)
+    if found is None:
+        block.flags.writeable = False
+        found = remember(block.prepared, key, build())
+    return found
+
+
+def enqueue(block: Any, key: Any, stream: Any, build: Callable[[], list[Launch]]) -> None:
+    """Launch on `stream` what `build()` prepared for this block and key."""
+    for launch in prepared(block, key, build):
+        launch(stream)
+
+
+def remember(cache: dict[Any, Any], key: Any, value: Any) -> Any:
+    """`value`, kept under `key`; the cache stays within MAX_PREPARED entries."""
+    if len(cache) >= MAX_PREPARED:
+        cache.pop(next(iter(cache)))
+    cache[key] = value
+    return value

@@ -1,0 +1,135 @@
+"""Prepared launches: made once per set of arrays, right for every other set, bounded in number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu.host_cuda import compiler
+from gpu.test_layer_gpu import as_host, collect, make_case, rank_arguments, rank_dy, reference
+from host_cupy import host_cuda_device
+
+from mok_ref.gpu import layer
+from mok_ref.gpu.launch import MAX_PREPARED, Launch, ParamBlock, prepared, remember
+from mok_ref.gpu.params import LAYER_PARAMS, new_params, set_params
+from mok_ref.gpu.workspace import DeviceWorkspace
+from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
+from mok_ref.testing import assert_bitwise_equal
+
+needs_compiler = pytest.mark.skipif(
+    compiler() is None, reason="no C++ compiler to build the kernels for the CPU"
+)
+
+
+def test_a_block_is_fixed_once_something_was_prepared_from_it() -> None:
+    block = new_params(LAYER_PARAMS, rank=3)
+    assert isinstance(block, ParamBlock)
+    assert prepared(block, "key", lambda: "made") == "made"
+    assert prepared(block, "key", lambda: pytest.fail("made again")) == "made"
+    with pytest.raises(ValueError, match="read-only"):
+        set_params(block, rank=4)
+    other = block.copy()
+    set_params(other, rank=4)  # a copy is free, and nothing of the first is valid for it
+    assert other.prepared == {} and int(block["rank"]) == 3
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    cache: dict[int, int] = {}
+    for number in range(3 * MAX_PREPARED):
+        assert remember(cache, number, -number) == -number
+    assert sorted(cache) == list(range(2 * MAX_PREPARED, 3 * MAX_PREPARED))
+
+
+def step(config, heap, workspace, x, others, dy):
+    y, context = layer.forward(config, heap, x, *others, workspace, "all")
+    return collect(as_host(y), layer.backward(context, dy))
+
+
+def on_one_rank(work: Any) -> Any:
+    with host_cuda_device():
+        return run_virtual_cuda_ranks(1, work, timeout_s=60)[0]
+
+
+@needs_compiler
+def test_the_same_arrays_are_prepared_once_and_others_anew(monkeypatch) -> None:
+    config, inputs = make_case("one_rank")
+    made: list[str] = []
+
+    class Counted(Launch):
+        __slots__ = ()
+
+        def __init__(self, kernel: Any, *arguments: Any, **options: Any) -> None:
+            made.append(kernel._name)
+            super().__init__(kernel, *arguments, **options)
+
+    def work(heap):
+        import cupy
+
+        from mok_ref.gpu import schedule
+
+        monkeypatch.setattr(schedule, "Launch", Counted)
+        workspace = DeviceWorkspace(config, heap, 40, path="portable")
+        x, *others = rank_arguments(config, inputs, 0)
+        x, other_x = (cupy.asarray(as_host(a)) for a in (x, np.flip(np.asarray(x), 0)))
+        others = [
+            *(cupy.asarray(a) for a in others[:2]),
+            type(others[2])(*(cupy.asarray(as_host(w)) for w in others[2])),
+            None,
+        ]
+        dy = cupy.asarray(as_host(rank_dy(inputs, 0)))
+        results = [step(config, heap, workspace, x, others, dy)]
+        first = len(made)
+        results.append(step(config, heap, workspace, x, others, dy))
+        assert 0 < first == len(made)
+        results.append(step(config, heap, workspace, other_x, others, dy))
+        assert len(made) == 2 * first and len(workspace.steps) == 2
+        workspace.close()
+        assert not workspace.steps
+        return results
+
+    first, second, flipped = on_one_rank(work)
+    expected = reference(config, inputs)[0]
+    turned = reference(config, inputs._replace(x=np.flip(inputs.x, 0)))[0]
+    for name, value in expected.items():
+        assert_bitwise_equal(first[name], value, name)
+        assert_bitwise_equal(second[name], value, name)
+        assert_bitwise_equal(flipped[name], turned[name], name)
+
+
+@needs_compiler
+def test_arrays_that_are_not_aligned_are_copied() -> None:
+    """Kernels load 16 bytes at a time; a view may begin anywhere."""
+    config, inputs = make_case("one_rank")
+
+    def work(heap):
+        import cupy
+
+        workspace = DeviceWorkspace(config, heap, 40, path="portable")
+        x, *others = rank_arguments(config, inputs, 0)
+        room = cupy.zeros(x.size + 8, np.uint16)
+        first = next(i for i in range(8) if room[i:].data.ptr % 16)
+        shifted = room[first : first + x.size].reshape(x.shape)
+        shifted[...] = as_host(x)
+        assert layer.on_device(shifted).data.ptr % 16 == 0
+        return step(config, heap, workspace, shifted, others, rank_dy(inputs, 0))
+
+    actual = on_one_rank(work)
+    for name, value in reference(config, inputs)[0].items():
+        assert_bitwise_equal(actual[name], value, name)
+
+
+@needs_compiler
+def test_one_rank_alone_pulls_from_the_callers_array() -> None:
+    """x and dy are read in place: their heap buffers stay as they were."""
+    config, inputs = make_case("one_rank")
+
+    def work(heap):
+        workspace = DeviceWorkspace(config, heap, 40, path="portable")
+        workspace.poison()
+        x, *others = rank_arguments(config, inputs, 0)
+        step(config, heap, workspace, x, others, rank_dy(inputs, 0))
+        return as_host(workspace.mine("x")), as_host(workspace.mine("dy"))
+
+    for buffer in on_one_rank(work):
+        assert (buffer == 0xFFFF).all()
