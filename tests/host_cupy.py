@@ -93,6 +93,16 @@ class Device:
         pass
 
 
+_FUNCTIONS: dict[int, HostFunction] = {}
+
+
+def _launch_kernel(function: int, *shape_and_arguments: int) -> None:
+    """cuLaunchKernel: grid, block, shared memory, stream, address of the arguments' addresses."""
+    width, height, _, threads, _, _, _, _, arguments, _ = shape_and_arguments
+    with LAUNCH:
+        _FUNCTIONS[function].run((width, height), threads, arguments)
+
+
 class HostFunction:
     """One kernel with CuPy's call signature."""
 
@@ -100,11 +110,16 @@ class HostFunction:
 
     def __init__(self, kernels: HostKernels, name: str) -> None:
         self._kernels, self._name = kernels, name
+        self.kernel = Address(id(self))  # what the driver is given
+        _FUNCTIONS[id(self)] = self
 
     def __call__(self, grid: Any, block: Any, args: Any, shared_mem: int = 0) -> None:
         plain = [np.asarray(a) if isinstance(a, np.ndarray) else a for a in args]
         with LAUNCH:
             self._kernels.launch(self._name, grid, int(np.prod(block)), plain)
+
+    def run(self, grid: tuple[int, int], threads: int, arguments: int) -> None:
+        self._kernels.launch_at(self._name, grid, threads, arguments)
 
 
 @lru_cache(maxsize=8)
@@ -112,6 +127,7 @@ def host_kernels(source_name: str) -> HostKernels:
     return HostKernels(source_name)
 
 
+@lru_cache(maxsize=256)
 def load_host_kernel(source: str, kernel: str, macros: Any = (), smem_bytes: int = 0) -> Any:
     with LAUNCH:
         return HostFunction(host_kernels(source), kernel)
@@ -178,6 +194,7 @@ def make_module() -> types.ModuleType:
         "full": lambda shape, value, dtype=None: _own(np.full(shape, value, dtype)),
         "array": lambda values, dtype=None: _own(np.array(values, dtype)),
         "asarray": lambda values, dtype=None: _own(np.array(values, dtype)),
+        "get_default_memory_pool": lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
         "asnumpy": lambda array: np.array(array),
         "ascontiguousarray": lambda values: _own(np.ascontiguousarray(values)),
         "cuda": types.SimpleNamespace(
@@ -185,9 +202,10 @@ def make_module() -> types.ModuleType:
             Event=Event,
             Device=Device,
             runtime=runtime,
+            driver=types.SimpleNamespace(launchKernel=_launch_kernel),
             get_current_stream=lambda: stream,
             alloc_pinned_memory=PinnedMemory,
-            UnownedMemory=lambda address, num_bytes, owner: (address, num_bytes),
+            UnownedMemory=lambda address, num_bytes, owner, device: (address, num_bytes),
             MemoryPointer=MemoryPointer,
         ),
     }
@@ -207,18 +225,35 @@ class PinnedMemory(bytearray):
 
 
 @contextmanager
+def stand_in_module() -> Iterator[None]:
+    """`cupy` in the table of modules. What is imported inside stays afterwards, since some modules
+    cannot be loaded twice; but not those of this package: they may hold patched functions."""
+    before = dict(sys.modules)
+    sys.modules["cupy"] = make_module()
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - set(before):
+            if name == "cupy" or name.startswith("mok_ref."):
+                del sys.modules[name]
+        if "cupy" in before:
+            sys.modules["cupy"] = before["cupy"]
+
+
+@contextmanager
 def host_cuda_device() -> Iterator[None]:
     """Within it `import cupy` finds the stand-in and every kernel runs on the CPU."""
     for module_info in pkgutil.iter_modules(mok_ref.gpu.__path__, "mok_ref.gpu."):
         importlib.import_module(module_info.name)  # so that each one's load_kernel is replaced
-    patches = [mock.patch.dict(sys.modules, {"cupy": make_module()})]
+    patches = []
     for name, module in list(sys.modules.items()):
         if name.startswith("mok_ref.") and hasattr(module, "load_kernel"):
             patches.append(mock.patch.object(module, "load_kernel", load_host_kernel))
     for patch in patches:
         patch.start()
     try:
-        yield
+        with stand_in_module():
+            yield
     finally:
         for patch in reversed(patches):
             patch.stop()

@@ -209,6 +209,8 @@ def test_a_random_case_can_be_saved_and_run_again(
         (("bench", "--device", "cuda", "--ranks", "1"), "ranks must be left out with device cuda"),
         (("bench", "--directions", "sideways"), "directions must be of forward, backward"),
         (("bench", "--repeats", 0), "repeats must be >= 1, got 0"),
+        (("bench", "--bursts", 3), "bursts must be left out with device cpu, got 3"),
+        (("bench", "--device", "cuda", "--bursts", 0), "bursts must be >= 1, got 0"),
         (("bench", "--output", "x.foo"), "--output must end in .json, got x.foo"),
         (("bench", "--sizes", "8x8x8x4x2", "--ranks", "3"), "ranks must hold a divisor of the 4"),
         (("verify", "--ranks", "1,,2"), "ranks must look like 1,8,72"),

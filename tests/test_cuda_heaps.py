@@ -71,6 +71,30 @@ def test_ipc_heap_shares_memory_and_gives_it_back(tmp_path: Path) -> None:
     assert run_threads(tmp_path, 3, work) == [[1, 2, 3]] * 3
 
 
+def test_peer_memory_is_used_in_this_ranks_context(tmp_path: Path, monkeypatch) -> None:
+    """CuPy would ask the driver where memory lies and use a peer's on the peer's GPU."""
+    import cupy
+
+    original, devices = cupy.cuda.UnownedMemory, []
+
+    def recorded(address, num_bytes, owner, device):
+        devices.append((owner.rank, device))
+        return original(address, num_bytes, owner, device)
+
+    monkeypatch.setattr(cupy.cuda, "UnownedMemory", recorded)
+
+    def work(heap):
+        heap.device_index = 10 + heap.rank
+        heap.alloc("a", (1,), np.uint8)
+        devices.clear()
+        heap.host_barrier("test")
+        heap.peer(1 - heap.rank, "a")
+        heap.host_barrier("test")
+
+    run_threads(tmp_path, 2, work)
+    assert sorted(devices) == [(0, 10), (1, 11)]
+
+
 def test_ipc_heap_refuses_what_differs_between_ranks(tmp_path: Path) -> None:
     def work(heap):
         heap.alloc("a", (3 + heap.rank,), np.int32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mok_ref.config import MoEConfig
-from mok_ref.gpu import compiler, errors, params
+from mok_ref.gpu import compiler, errors, params, workspace
 from mok_ref.gpu.workspace import buffer_table, derive_sizes, workspace_bytes
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
@@ -157,6 +157,8 @@ def test_input_message_decodes_kind_place_and_value() -> None:
     assert "got -7 at rank 1, token 5, slot 1" in errors.input_message(word, 2, 1)
     nan = int(np.float32(np.nan).view(np.uint32))
     assert "topk_weights must be finite, got nan" in errors.input_message(1 << 60 | nan, 2, 0)
+    logit = 2 << 60 | (7 * 16 + 9) << 32 | nan
+    assert "got nan at rank 3, token 7, expert 9" in errors.input_message(logit, 2, 3, 16)
 
 
 def test_memory_function_is_the_allocation_table() -> None:
@@ -171,3 +173,13 @@ def test_memory_function_is_the_allocation_table() -> None:
     assert workspace_bytes(config, 0, 100, max_saved_rows=0)["gate_saved"] == 0
     inference = workspace_bytes(config, 0, 100, training=False)
     assert inference["total"] < report["total"] and "dy" not in inference
+
+
+def test_warps_of_the_schedule_fit_their_shared_memory() -> None:
+    for experts in (0, 1, 8, 128, 512, 4000, 5632):
+        for walk in (1, 32, 8192):
+            warps = workspace.schedule_warps(experts, walk)
+            assert 1 <= warps <= workspace.MAX_SCHEDULE_WARPS
+            assert (warps + 3) * max(1, experts) <= workspace.SCHEDULE_WORDS
+    with pytest.raises(ValueError, match="a rank must own at most 5632 experts, got 5633"):
+        workspace.schedule_warps(5633, 8)

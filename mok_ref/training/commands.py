@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mok_ref.casefile import check_distinct
 from mok_ref.heap import run_ranks
 from mok_ref.launch import under_mpiexec
 from mok_ref.option_names import option_names
@@ -193,6 +194,9 @@ def train(
     """Train a byte-level language model with mixture-of-experts layers, bit for bit repeatable."""
     chosen = dict(locals())
     check_options(chosen)
+    check_distinct(
+        **{"--config": config, "--text": text, "--replay": replay, "--save-routes": save_routes}
+    )
     start = checkpoint or resume
     base = read_config(config, run_dir if start else None)
     with option_names(**OPTIONS):

@@ -163,6 +163,7 @@ CASES: dict[str, tuple[dict, tuple[int, ...]]] = {
     "placement": (BASE | dict(placement=(1, 1, 0, 1, 1, 1)), (16, 9)),
     "odd_sizes": (BASE | dict(hidden_size=33, intermediate_size=31, top_k=3), (17,)),
     "mxfp8": (BASE | dict(dtype="mxfp8", hidden_size=64, shared_intermediate_size=24), (16, 5)),
+    "mxfp8_tiles": (BASE | dict(dtype="mxfp8", hidden_size=80, intermediate_size=48), (16, 5)),
     "bf16_gradients": (BASE | dict(grad_dtype="bf16", shared_intermediate_size=8), (16, 7)),
     "idle_experts": (BASE | dict(num_experts=64, top_k=1), (3, 2)),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,11 +23,13 @@ from mok_ref.gpu import layer
 from mok_ref.gpu.compiler import load_kernel
 from mok_ref.gpu.workspace import DeviceWorkspace
 from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
+from mok_ref.runner import RandomCase, Settings, make_plan, run_virtual
 from mok_ref.testing import digest
 
 pytestmark = pytest.mark.gpu
 PATHS = ("auto", "portable")
-SIZES = BASE | dict(num_experts=8, shared_intermediate_size=24)
+SIZES = BASE | dict(intermediate_size=48, num_experts=8, shared_intermediate_size=32)
+"""Multiples of 16, no multiples of a tile: both dtypes run on the Hopper kernels."""
 
 
 def step(config, heap, workspace, arguments, dy, save="all"):
@@ -33,16 +38,19 @@ def step(config, heap, workspace, arguments, dy, save="all"):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_repeats_with_delays_and_rings_give_one_digest(path: str, num_ranks: int) -> None:
-    """Every ring size and save mode, repeated, ranks delayed at random: 99 steps (portable: 18)."""
+def test_repeats_with_delays_and_rings_give_one_digest(
+    num_ranks: int, dtype: str, path: str
+) -> None:
+    """Every ring size and save mode, 20 times (portable: 2), ranks delayed at random."""
     cupy = pytest.importorskip("cupy")
     counts = (150, 9, 64, 77)[:num_ranks]
-    inputs = make_inputs(MoEConfig(**SIZES, ep_size=num_ranks), counts)
-    whole = MoEConfig(**SIZES, ep_size=num_ranks)
+    whole = MoEConfig(**SIZES, dtype=dtype, ep_size=num_ranks)
+    inputs = make_inputs(whole, counts)
     expected = [digest(t) for t in reference(whole, inputs)]
     rings = [(128, 128), (384, 128), (None, None)]
-    repeats = 11 if path == "auto" else 2
+    repeats = 20 if path == "auto" else 2
 
     def work(heap):
         rng = np.random.default_rng([heap.rank, num_ranks])
@@ -56,7 +64,7 @@ def test_repeats_with_delays_and_rings_give_one_digest(path: str, num_ranks: int
         digests = []
         for macrobatch, minibatch in rings:
             batches = dict(macrobatch=macrobatch, minibatch=minibatch)
-            config = MoEConfig(**SIZES | batches, ep_size=num_ranks)
+            config = replace(whole, **batches)
             workspace = DeviceWorkspace(config, heap, max(counts), path=path)
             for save in ("all", "ring", "none"):
                 for _ in range(repeats):
@@ -109,10 +117,11 @@ def test_a_foreign_kernel_on_some_multiprocessors(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_captured_step_follows_new_inputs(path: str) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "mxfp8"])
+def test_a_captured_step_follows_new_inputs(dtype: str, path: str) -> None:
     """Forward and backward in one CUDA graph; replayed with other tokens and routes in place."""
     cupy = pytest.importorskip("cupy")
-    config, count = MoEConfig(**SIZES), 90
+    config, count = MoEConfig(**SIZES, dtype=dtype), 90
     first = make_inputs(config, (count,), 1)
     batches = [
         make_inputs(config, (count,), seed)._replace(experts=first.experts, shared=first.shared)
@@ -191,3 +200,21 @@ def test_idle_experts_ranks_and_poison(path: str) -> None:
         return collect(y, gradients)
 
     assert_same(run_virtual_cuda_ranks(4, work, timeout_s=60), expected)
+
+
+@pytest.mark.parametrize("value, shown", [(np.nan, "nan"), (np.inf, "inf")])
+def test_bad_logits_are_named_by_the_call_that_waits(value: float, shown: str) -> None:
+    """A router's product with NaN or infinite weights; -Inf alone only closes an expert."""
+    pytest.importorskip("cupy")
+    case = RandomCase(40, 32, 16, num_experts=8, top_k=2, router=True, seed=3).make()
+    assert case.w_router is not None
+    w_router = case.w_router.copy()
+    w_router[5, 3] = np.asarray(value, ml_dtypes.bfloat16).view(np.uint16)
+    x = case.x.copy()
+    x[:, 3] = 0xBF80  # -1: a logit of -Inf
+    x[11, 3] = 0xBF80 if shown == "nan" else 0x3F80
+    first = 0 if shown == "nan" else 11
+    plan = make_plan(replace(case, w_router=w_router, x=x), Settings(device="cuda", timeout_s=60))
+    message = f"logits must be finite or -Inf, got {shown} at rank 0, token {first}, expert 5"
+    with pytest.raises(ValueError, match=message):
+        run_virtual(plan)

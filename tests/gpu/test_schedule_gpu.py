@@ -18,6 +18,8 @@ from mok_ref.dispatch import dispatch_backward
 from mok_ref.gpu import params as gpu_params
 from mok_ref.gpu import schedule
 from mok_ref.gpu.errors import BARRIER_INPUTS
+from mok_ref.gpu.launch import ParamBlock
+from mok_ref.gpu.layer import current_stream
 from mok_ref.gpu.workspace import DeviceWorkspace
 from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
 from mok_ref.numerics import as_values, bf16_to_bits
@@ -77,10 +79,18 @@ def split(array: np.ndarray, counts: tuple[int, ...], rank: int) -> np.ndarray:
     return array[first : first + counts[rank]]
 
 
-def step_params(workspace: DeviceWorkspace, x, ids, weights) -> np.ndarray:
+def step_params(workspace: DeviceWorkspace, x, ids, weights) -> ParamBlock:
     block = workspace.params.copy()
     gpu_params.set_params(block, num_tokens=len(x), x_in=x, ids_in=ids, weights_in=weights)
     return block
+
+
+def launch_tables(workspace: DeviceWorkspace, block: ParamBlock) -> None:
+    """What a step launches before its products."""
+    stream = current_stream()
+    schedule.launch_stage_inputs(workspace, block, stream)
+    workspace.heap.barrier(BARRIER_INPUTS)
+    schedule.launch_schedule(workspace, block, stream)
 
 
 def device_schedule(config: MoEConfig, counts, ids, weights, repeats: int = 1):
@@ -97,9 +107,7 @@ def device_schedule(config: MoEConfig, counts, ids, weights, repeats: int = 1):
             workspace.poison()
             heap.barrier()
             block = step_params(workspace, x, *mine)
-            schedule.launch_stage_inputs(workspace, block)
-            heap.barrier(BARRIER_INPUTS)
-            schedule.launch_schedule(workspace, block)
+            launch_tables(workspace, block)
             heap.barrier()
         heap.check(config.top_k)
         table = schedule.read_schedule(workspace)
@@ -171,13 +179,13 @@ def test_combine(hidden_size: int, shared: bool, top_k: int) -> None:
         workspace.poison()
         x = cupy.zeros((num_tokens, hidden_size), cupy.uint16)
         block = step_params(workspace, x, cupy.asarray(ids), cupy.asarray(weights))
-        schedule.launch_stage_inputs(workspace, block)
+        launch_tables(workspace, block)
         workspace.combine.set(rows.view(np.uint16).reshape(-1, hidden_size))
         workspace.d_topk_weights.set(d_weights.ravel())
         if shared:
             workspace.shared_y.set(start.view(np.uint16))
             workspace.shared_dx.set(start.view(np.uint16))
-        schedule.launch_combine(workspace, block)
+        schedule.launch_combine(workspace, block, current_stream())
         back = gpu_params.new_params(
             gpu_params.BACKWARD_PARAMS,
             dx=workspace.dx,
@@ -185,8 +193,8 @@ def test_combine(hidden_size: int, shared: bool, top_k: int) -> None:
             d_topk_weights=workspace.d_weights,
             router_dx=(kept := cupy.asarray(router.view(np.uint16))),
         )
-        schedule.dispatch_d_weights(workspace, block, back)
-        schedule.launch_dispatch_backward(workspace, block, back)
+        schedule.dispatch_d_weights(workspace, block, back, current_stream())
+        schedule.launch_dispatch_backward(workspace, block, back, current_stream())
         heap.check()
         del kept
         return workspace.y.get(), workspace.dx.get(), workspace.d_weights.get()
@@ -218,9 +226,9 @@ def test_combine_offsets_beyond_2_31_elements(device: str) -> None:
         workspace = DeviceWorkspace(config, heap, num_tokens, training=False, path="portable")
         x = cupy.zeros((num_tokens, hidden), cupy.uint16)
         block = step_params(workspace, x, cupy.asarray(ids), cupy.asarray(weights))
-        schedule.launch_stage_inputs(workspace, block)
+        launch_tables(workspace, block)
         workspace.combine[-top_k:].set(rows.view(np.uint16)[0])
-        schedule.launch_combine(workspace, block)
+        schedule.launch_combine(workspace, block, current_stream())
         heap.check()
         return workspace.y[-1:].get(), int(workspace.y[:-1].any())
 
@@ -253,8 +261,7 @@ def test_bad_inputs_count_as_no_route_and_are_named(token, slot, id_value, weigh
         workspace = DeviceWorkspace(config, heap, num_tokens)
         x = cupy.zeros((num_tokens, config.hidden_size), cupy.uint16)
         block = step_params(workspace, x, cupy.asarray(bad_ids), cupy.asarray(bad_weights))
-        schedule.launch_stage_inputs(workspace, block)
-        schedule.launch_schedule(workspace, block)
+        launch_tables(workspace, block)
         table = schedule.read_schedule(workspace)
         later_id = id_value in range(-1, 4)  # ids are reported before weights
         with pytest.raises(ValueError, match="got 9" if later_id else message):
@@ -295,8 +302,7 @@ def test_schedule_in_a_graph_follows_new_routes(device: str) -> None:
         block = step_params(workspace, x, ids, weights)
         stream = cupy.cuda.get_current_stream()
         stream.begin_capture()
-        schedule.launch_stage_inputs(workspace, block)
-        schedule.launch_schedule(workspace, block)
+        launch_tables(workspace, block)
         graph = stream.end_capture()
         for _ in range(3):
             new_ids, new_weights = random_routes(rng, counts[0], 16, 4, missing=0.5)

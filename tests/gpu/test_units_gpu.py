@@ -292,7 +292,7 @@ def test_bad_logits_are_reported_and_closed() -> None:
     ids, _ = router.route_forward(units.on_device(logits))
     assert_bitwise_equal(ids.get(), routing.route_forward(closed, OPTIONS["softmax"])[0])
     reported = int(word.get()[0])
-    assert (reported >> 60, reported >> 32 & 0x0FFFFFFF) == (2, 3 * 4)
+    assert (reported >> 60, reported >> 32 & 0x0FFFFFFF) == (2, 3 * 16 + 2)
 
 
 def test_a_router_refuses_what_it_cannot_hold() -> None:

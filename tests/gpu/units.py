@@ -141,6 +141,16 @@ def dot128(products: np.ndarray) -> np.ndarray:
     return result.get()
 
 
+def expand(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """bf16 bits of runs of 16 codes (n, 16) under one scale byte each."""
+    import cupy
+
+    values = cupy.zeros(codes.shape, np.uint16)
+    arguments = (on_device(codes), on_device(scales), values, np.int64(len(codes)))
+    _kernel("expand")((-(-len(codes) // THREADS),), (THREADS,), arguments)
+    return values.get()
+
+
 class Instruction(NamedTuple):
     """One way to evaluate tc on a device."""
 

@@ -80,7 +80,7 @@ def _asm_call(inner: str) -> str:
     return f"ptx_{name}({', '.join(arguments)})"
 
 
-def _launchers(source: str) -> str:
+def launchers(source: str) -> str:
     """One C function per kernel: launch_<name>(grid x, grid y, threads; pointers to the
     arguments)."""
     text = []
@@ -110,40 +110,53 @@ float host_mma_output(const unsigned short* a_row, const unsigned short* b_colum
 """
 
 
-class HostKernels:
-    """The kernels of one source file as host functions."""
+def _compile(build: Path, source_name: str, macros: tuple[str, ...]) -> Path:
+    """The library made of `kernels.cc` in the directory `build`."""
+    program, library = compiler(), build / "kernels.so"
+    if program is None:
+        raise RuntimeError("running kernels on the CPU needs g++ or clang++")
+    command = [program, *_FLAGS, *(f"-D{macro}" for macro in macros)]
+    command += [f"-I{HERE}", f"-I{build}", "-o", str(library)]
+    result = subprocess.run(
+        [*command, str(build / "kernels.cc")], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        raise RuntimeError(f"{source_name} does not compile on the host:\n{result.stderr[:4000]}")
+    return library
 
-    def __init__(self, source_name: str) -> None:
+
+class HostKernels:
+    """The kernels of one source file as host functions; macros like "MOK_TRACE=1"."""
+
+    def __init__(self, source_name: str, macros: tuple[str, ...] = ()) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="mok_host_")
         build = Path(self._directory.name)
+        self._write_sources(build, source_name)
+        self._library = ctypes.CDLL(str(_compile(build, source_name, macros)))
+
+    def _write_sources(self, build: Path, source_name: str) -> None:
+        """Everything that `kernels.cc` in the directory `build` needs."""
         for path in CUDA_SRC.glob("*.cuh"):
             if path.name not in _NOT_ON_HOST:
                 (build / path.name).write_text(translate(path.read_text()))
         source = re.sub(_HOPPER_ONLY, "", (CUDA_SRC / source_name).read_text())
         body = ['#include "host_cuda.h"', translate(source), '#include "portable.cuh"']
-        body += [_MMA_BY_TC_GROUP, _launchers(source)]
+        body += [_MMA_BY_TC_GROUP, launchers(source)]
         (build / "kernels.cc").write_text("\n".join(body))
-        library = build / "kernels.so"
-        program = compiler()
-        if program is None:
-            raise RuntimeError("running kernels on the CPU needs g++ or clang++")
-        command = [program, *_FLAGS, f"-I{HERE}", f"-I{build}", "-o", str(library)]
-        result = subprocess.run(
-            [*command, str(build / "kernels.cc")], capture_output=True, text=True, check=False
-        )
-        if result.returncode:
-            raise RuntimeError(
-                f"{source_name} does not compile on the host:\n{result.stderr[:4000]}"
-            )
-        self._library = ctypes.CDLL(str(library))
+
+    def close(self) -> None:
+        """Delete the compiled file; what is loaded stays."""
+        self._directory.cleanup()
+
+    def symbol(self, name: str, num_bytes: int) -> np.ndarray:
+        """The bytes of a global variable, to read and write."""
+        return np.frombuffer((ctypes.c_uint8 * num_bytes).in_dll(self._library, name), np.uint8)
 
     def launch(
         self, kernel: str, grid: tuple[int, ...], threads: int, arguments: list[Any]
     ) -> None:
         """Run a kernel to its end. Arrays are passed by address, structs and NumPy scalars by
         value."""
-        width, height = (*grid, 1)[:2]
-        shape = (ctypes.c_uint * 3)(width, height, threads)
         kept, pointers = [], []
         for argument in arguments:
             if isinstance(argument, np.ndarray) and argument.dtype.names is None:
@@ -152,6 +165,11 @@ class HostKernels:
                 value = np.array(argument)
             kept.append(value)
             pointers.append(value.ctypes.data)
-        getattr(self._library, f"launch_{kernel}")(
-            shape, (ctypes.c_void_p * len(pointers))(*pointers)
-        )
+        table = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.launch_at(kernel, grid, threads, ctypes.addressof(table))
+
+    def launch_at(self, kernel: str, grid: tuple[int, ...], threads: int, arguments: int) -> None:
+        """The same; `arguments` is the address of the arguments' addresses."""
+        width, height = (*grid, 1)[:2]
+        shape = (ctypes.c_uint * 3)(width, height, threads)
+        getattr(self._library, f"launch_{kernel}")(shape, ctypes.c_void_p(arguments))

@@ -299,6 +299,37 @@ inline void ptx_cvt_rn_bf16x2_f32(unsigned& pair, float high, float low) {
   pair = round(high) << 16 | round(low);
 }
 
+// Two bf16 products plus sums, each rounded once: exact in float64, which holds any bf16 product.
+inline void ptx_fma_rn_bf16x2(unsigned& result, unsigned a, unsigned b, unsigned c) {
+  const auto value = [](unsigned pair, int half) -> double {
+    return __uint_as_float(half ? pair & 0xffff0000u : pair << 16);
+  };
+  unsigned halves[2];
+  for (int half = 0; half < 2; ++half) {
+    const double exact = std::fma(value(a, half), value(b, half), value(c, half));
+    // To odd in float32 first, so that rounding to bf16 is the only rounding.
+    float narrow = static_cast<float>(exact);
+    if (std::isfinite(narrow) && narrow != exact) {
+      if (std::abs(static_cast<double>(narrow)) > std::abs(exact)) narrow = std::nextafter(narrow, 0.0f);
+      narrow = __uint_as_float(__float_as_uint(narrow) | 1u);
+    }
+    unsigned pair;
+    ptx_cvt_rn_bf16x2_f32(pair, 0.0f, narrow);
+    halves[half] = pair & 0xffffu;
+  }
+  result = halves[1] << 16 | halves[0];
+}
+
+// Bytes of a word (and of 0) by selector; with bit 3 of a selector eight copies of the byte's sign.
+inline void ptx_prmt_b32(unsigned& result, unsigned word, unsigned selectors) {
+  const unsigned long long bytes = word;
+  result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned selector = selectors >> 4 * i & 15, byte = bytes >> 8 * (selector & 7) & 0xff;
+    result |= (selector & 8 ? (byte & 0x80 ? 0xff : 0u) : byte) << 8 * i;
+  }
+}
+
 inline void ptx_rcp_approx_ftz_f32(float& result, float value) { result = 1.0f / value; }
 
 // One OS thread runs everything: memory ordering needs nothing here.
@@ -312,6 +343,7 @@ inline void ptx_fence_acq_rel_gpu() {}
 inline void ptx_fence_acq_rel_sys() {}
 inline void ptx_fence_proxy_async_global() {}
 inline void ptx_fence_proxy_async_shared_cta() {}
+inline void ptx_mov_u32(unsigned& multiprocessor) { multiprocessor = blockIdx.x; }
 inline void ptx_mov_u64(unsigned long long& now) { now = static_cast<unsigned long long>(std::clock()) * 1000; }
 
 // mma.sync.m16n8k16: every lane leaves its operands, then evaluates its four outputs by tc_group.

@@ -1,0 +1,106 @@
+"""The bf16 layer by Hopper kernels on the CPU, under random orders of everything that is
+asynchronous, against the NumPy layer, bit for bit (tests/gpu/host_cuda/hopper.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from gpu import test_layer_gpu as layers
+from gpu.host_cuda import compiler as host_compiler
+from gpu.host_cuda.hopper import HopperKernels, encode_tiled
+from host_cupy import HostFunction, host_cuda_device, load_host_kernel
+
+from mok_ref.config import MoEConfig
+from mok_ref.gpu import hopper, hopper_backward
+from mok_ref.gpu import layer as gpu_layer
+from mok_ref.gpu.workspace import DeviceWorkspace
+from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
+from mok_ref.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.slow
+
+SIZES: dict[str, Any] = dict(hidden_size=80, intermediate_size=144, num_experts=4, top_k=2)
+LONG: dict[str, Any] = dict(hidden_size=528, intermediate_size=528, num_experts=3, top_k=2)
+# name: (config arguments, tokens per rank)
+CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "tails": (SIZES, (150,)),
+    "one-block": (dict(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2), (37,)),
+    "many-k-blocks": (LONG, (140,)),
+    "ring-of-one": (SIZES | dict(macrobatch=128, minibatch=128), (300,)),
+    "ring-of-two": (LONG | dict(macrobatch=256, minibatch=128), (200,)),
+    "shared-and-clamp": (SIZES | dict(shared_intermediate_size=24, swiglu_limit=0.5), (70,)),
+    "three-ranks": (SIZES | dict(num_experts=6), (16, 0, 29)),
+}
+
+
+@lru_cache(maxsize=4)
+def kernels(source: str, macros: tuple[str, ...]) -> HopperKernels:
+    return HopperKernels(source, macros)
+
+
+def load_kernel(source: str, kernel: str, macros: Any = (), smem_bytes: int = 0) -> Any:
+    if source.startswith("megakernel"):
+        return HostFunction(kernels(source, tuple(macros)), kernel)
+    return load_host_kernel(source, kernel, macros, smem_bytes)
+
+
+@pytest.fixture
+def device() -> Iterator[None]:
+    if host_compiler() is None:
+        pytest.skip("no C++ compiler to build the kernels for the CPU")
+    with host_cuda_device():
+        patches = [
+            mock.patch.object(module, name, value)
+            for module in (hopper, hopper_backward)
+            for name, value in (("encode_tiled", encode_tiled), ("load_kernel", load_kernel))
+        ]
+        patches += [
+            mock.patch.object(hopper, "ForwardKernel", partial(hopper.ForwardKernel, num_ctas=1)),
+            mock.patch.object(hopper_backward, "_num_multiprocessors", lambda: 1),
+            mock.patch.object(hopper_backward, "_wgrad_name", lambda *blocks: "moe_wgrad_hopper"),
+            mock.patch.object(gpu_layer, "_hopper_refusal", lambda config: ""),
+        ]
+        for patch in patches:
+            patch.start()
+        yield
+        for patch in patches:
+            patch.stop()
+
+
+def outputs(config: MoEConfig, inputs: Any) -> list[np.ndarray]:
+    """y of every rank."""
+
+    def work(heap: Any) -> np.ndarray:
+        workspace = DeviceWorkspace(config, heap, max(inputs.counts))
+        assert gpu_layer.forward_path(workspace) is hopper
+        workspace.poison()
+        arguments = layers.rank_arguments(config, inputs, heap.rank)
+        y, _ = gpu_layer.forward(config, heap, *arguments, workspace, "all")
+        return layers.as_host(y)
+
+    return run_virtual_cuda_ranks(len(inputs.counts), work, timeout_s=300)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_forward_in_any_order(name: str, seed: int, device: None) -> None:
+    arguments, counts = CASES[name]
+    config = MoEConfig(**arguments, ep_size=len(counts))
+    inputs = layers.make_inputs(config, counts)
+    kernels(hopper.SOURCE, ()).seed(100 * seed + len(name))
+    expected = layers.reference(config, inputs)
+    for actual, rank in zip(outputs(config, inputs), expected, strict=True):
+        assert_bitwise_equal(actual, rank["y"], name)
+
+
+@pytest.mark.parametrize("save", ["all", "none"])
+def test_backward_finds_the_rows_of_x(save: str, device: None) -> None:
+    config = MoEConfig(**SIZES)
+    inputs = layers.make_inputs(config, (150,))
+    actual = layers.on_device(config, inputs, "auto", save)
+    layers.assert_same(actual, layers.reference(config, inputs))

@@ -1,0 +1,129 @@
+"""The Hopper backward kernels on the CPU, under random orders of everything that is asynchronous.
+
+Forward runs the portable kernels; backward the Hopper kernels as tests/gpu/host_cuda/hopper.py
+imitates the device. Every gradient is compared with the NumPy layer, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from gpu import test_layer_gpu as layers
+from gpu.host_cuda import compiler as host_compiler
+from gpu.host_cuda.hopper import HopperKernels, encode_tiled
+from host_cupy import HostFunction, host_cuda_device, load_host_kernel
+
+from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.gpu import hopper_backward, hopper_mxfp8, hopper_mxfp8_backward
+from mok_ref.gpu import layer as gpu_layer
+from mok_ref.gpu.workspace import DeviceWorkspace
+from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
+
+pytestmark = pytest.mark.slow
+MODULES = (hopper_backward, hopper_mxfp8_backward)
+
+TAILS: dict[str, Any] = dict(hidden_size=80, intermediate_size=144, num_experts=4, top_k=2)
+# name: (config arguments, tokens per rank, save)
+CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
+    "mxfp8": (TAILS | dict(dtype="mxfp8"), (150,), "all"),
+    "mxfp8-again": (TAILS | dict(dtype="mxfp8", macrobatch=128), (150,), "none"),
+    "mxfp8-shared": (
+        TAILS | dict(dtype="mxfp8", swiglu_limit=0.5, shared_intermediate_size=24),
+        (16, 5),
+        "all",
+    ),
+    "bf16": (TAILS | dict(grad_dtype="bf16"), (150,), "all"),
+    "bf16-shared": (TAILS | dict(shared_intermediate_size=24, macrobatch=128), (40,), "none"),
+}
+
+
+@lru_cache(maxsize=2)
+def kernels(source: str) -> HopperKernels:
+    return HopperKernels(source)
+
+
+def load_kernel(source: str, kernel: str, macros: Any = (), smem_bytes: int = 0) -> Any:
+    if source.startswith("megakernel"):
+        return HostFunction(kernels(source), kernel)
+    return load_host_kernel(source, kernel, macros, smem_bytes)
+
+
+@pytest.fixture
+def device() -> Iterator[None]:
+    if host_compiler() is None:
+        pytest.skip("no C++ compiler to build the kernels for the CPU")
+    with host_cuda_device():
+        patches = [
+            mock.patch.object(module, name, value)
+            for module in MODULES
+            for name, value in (("encode_tiled", encode_tiled), ("load_kernel", load_kernel))
+        ]
+        alone = {"_num_multiprocessors": lambda: 1, "_wgrad_name": lambda *_: "moe_wgrad_hopper"}
+        patches += [mock.patch.object(hopper_backward, *item) for item in alone.items()]
+        for patch in patches:
+            patch.start()
+        yield
+        for patch in patches:
+            patch.stop()
+
+
+class AfterPortableForward:
+    """A backward module behind a forward of portable kernels."""
+
+    def __init__(self, module: Any) -> None:
+        self.__name__ = module.__name__
+        self.module = module
+
+    def launch_backward(self, workspace: Any, params: Any, back: Any, stream: Any) -> None:
+        """The kept rows are those of whole macrobatches; MXFP8 weights and x are not where the
+        Hopper forward leaves them."""
+        block = params.copy()
+        ring, rows = workspace.sizes.macro_blocks * ROW_TILE, workspace.sizes.max_row_blocks
+        kept = int(params["max_saved_rows"])
+        block["max_saved_rows"] = kept if kept >= rows * ROW_TILE else kept // ring * ring
+        if workspace.config.dtype == "mxfp8":
+            weights = [int(params[f"w_{part}"]) for part in gpu_layer.WEIGHT_PARTS]
+            for launch in hopper_mxfp8.quantise_weights(workspace, weights):
+                launch(stream)
+        self.module.launch_backward(workspace, block, back, stream)
+
+
+def gradients(config: MoEConfig, inputs: Any, save: str, seed: int) -> list[dict]:
+    module = hopper_mxfp8_backward if config.dtype == "mxfp8" else hopper_backward
+    dgrad_params = hopper_backward._State._dgrad_params
+
+    def pull_x(state: Any, layer: Any, back: Any, macro: int) -> np.ndarray:
+        params = dgrad_params(state, layer, back, macro)
+        if config.dtype == "mxfp8":
+            params["x_in_ring"] = 0
+        return params
+
+    def work(heap: Any) -> dict:
+        workspace = DeviceWorkspace(config, heap, max(inputs.counts), path="portable")
+        workspace.poison()
+        workspace.extra(("path", 1), lambda: AfterPortableForward(module))
+        arguments = layers.rank_arguments(config, inputs, heap.rank)
+        y, context = gpu_layer.forward(config, heap, *arguments, workspace, save)
+        kept = layers.as_host(y)
+        result = gpu_layer.backward(context, layers.rank_dy(inputs, heap.rank))
+        return layers.collect(kept, result)
+
+    for source in (hopper_backward.SOURCE, hopper_mxfp8_backward.SOURCE):
+        kernels(source).seed(seed)
+    with mock.patch.object(hopper_backward._State, "_dgrad_params", pull_x):
+        return run_virtual_cuda_ranks(len(inputs.counts), work, timeout_s=300)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_in_any_order(name: str, device: None) -> None:
+    arguments, counts, save = CASES[name]
+    config = MoEConfig(**arguments, ep_size=len(counts))
+    inputs = layers.make_inputs(config, counts)
+    layers.assert_same(
+        gradients(config, inputs, save, seed=len(name)), layers.reference(config, inputs)
+    )
