@@ -1,11 +1,10 @@
-// The bodies of the Hopper backward kernels: which warp does what.
+// The bodies of the Hopper backward kernels for both kinds of operands: which warp does what.
 //
 // Included by megakernel_backward.cu (bf16) and megakernel_mxfp8_backward.cu, which give them their parameters.
 // Executed by: CTAs of kThreads threads, roles in backward_pipeline.cuh. kSharedBytes of dynamic shared memory.
 #pragma once
 #include "backward_chain.cuh"
 #include "backward_tiles.cuh"
-#include "backward_wgrad_pairs.cuh"
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
@@ -55,28 +54,6 @@ MOK_DEVICE void wgrad_kernel(const LayerParams& layer, const WgradParams& params
       multiply_wgrad(context, warpgroup - 1);
       break;
   }
-}
-
-MOK_DEVICE void wgrad_pairs_kernel(const LayerParams& layer, const WgradParams& params, const WgradMaps& maps) {
-  const u32 rank = cluster_ctarank();
-  const PairContext context{layer, params, maps, init_pairs(shared_memory, rank), rank};
-  trace_start(layer.rank);
-  const i32 warpgroup = threadIdx.x / (4 * kWarpSize);
-  switch (warpgroup) {
-    case 0:
-      setmaxnreg_dec<kPairLoaderRegisters>();
-      if (threadIdx.x == 0 && rank == 0) draw_pairs(context);
-      if (threadIdx.x == kWarpSize) load_pairs<true>(context);
-      if (threadIdx.x == 2 * kWarpSize) load_pairs<false>(context);
-      break;
-    case 1:
-    case 2:
-      setmaxnreg_inc<kPairMathRegisters>();
-      multiply_pairs(context, warpgroup - 1);
-      break;
-  }
-  __syncwarp();
-  cluster_sync();  // the partner writes and arrives in this CTA's shared memory to the end
 }
 
 }  // namespace mok

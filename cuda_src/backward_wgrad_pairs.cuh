@@ -5,6 +5,7 @@
 // pay for their stores. Both CTAs multiply with the same columns of rows_in: each fetches 64 of a warpgroup's 128 and
 // delivers them to both (multicast inside the cluster's shared memory, never over links).
 //
+// Included by megakernel_backward.cu: operands are bf16.
 // NumPy twin: mok_ref/experts.py: weight_gradient. Same sums in the same order as backward_wgrad.cuh: same bits.
 // Executed by: CTAs of kThreads threads in clusters of two. Warp 0 of CTA 0 draws tickets, warp 1 loads rows_out and
 // warp 2 rows_in (a k-block of a half is 512 clocks, and one lane needs about 300 for a copy), warpgroups 1 and 2
@@ -23,7 +24,7 @@ constexpr i32 kHalfColumns = kTileColumns / 2;  // of a warpgroup
 constexpr i32 kPairLoaderRegisters = 56, kPairMathRegisters = 224;
 constexpr i32 kTurnBarrier = 1;  // named barriers 1 and 2: it is warpgroup 0's, 1's turn to multiply
 static_assert(128 * kPairLoaderRegisters + 256 * kPairMathRegisters <= 64512, "over-subscribed registers hang");
-static_assert(kMxfp8 || kPairStages * kPairStageBytes == kStages * kStageBytes, "both rings have the same bytes");
+static_assert(kPairStages * kPairStageBytes == kStages * kStageBytes, "both rings have the same bytes");
 
 using PairCursor = RingCursor<kPairStages>;
 
@@ -286,6 +287,30 @@ MOK_DEVICE void multiply_pairs(const PairContext& c, i32 group) {
     trace_task<4 * kWarpSize>(kTraceStore, finished.batch, finished.column);
   }
   wait_bulk_stores<true>();
+}
+
+// The whole kernel; shared: kSharedBytes of dynamic shared memory.
+MOK_DEVICE void wgrad_pairs_kernel(void* shared, const LayerParams& layer, const WgradParams& params,
+                                   const WgradMaps& maps) {
+  const u32 rank = cluster_ctarank();
+  const PairContext context{layer, params, maps, init_pairs(shared, rank), rank};
+  trace_start(layer.rank);
+  const i32 warpgroup = threadIdx.x / (4 * kWarpSize);
+  switch (warpgroup) {
+    case 0:
+      setmaxnreg_dec<kPairLoaderRegisters>();
+      if (threadIdx.x == 0 && rank == 0) draw_pairs(context);
+      if (threadIdx.x == kWarpSize) load_pairs<true>(context);
+      if (threadIdx.x == 2 * kWarpSize) load_pairs<false>(context);
+      break;
+    case 1:
+    case 2:
+      setmaxnreg_inc<kPairMathRegisters>();
+      multiply_pairs(context, warpgroup - 1);
+      break;
+  }
+  __syncwarp();
+  cluster_sync();  // the partner writes and arrives in this CTA's shared memory to the end
 }
 
 }  // namespace mok

@@ -4,7 +4,6 @@
 //   moe_dgrad_clamp_hopper   the same with a clamp before SwiGLU
 //   moe_wgrad_hopper         dW_down, dW_gate, dW_up of the macrobatch's experts
 //   moe_wgrad_pairs_hopper   the same by pairs of CTAs, for experts with few rows
-//   moe_wgrad_pairs_hopper   the same by pairs of CTAs, for experts with few rows
 //   moe_chain_hopper         one rank's part of the gradients of replicated weights
 //   moe_chain_collect        the last rank's accumulators become everybody's gradients
 //
@@ -13,6 +12,7 @@
 // ends with any number of its CTAs resident. Inside a launch nobody waits for another rank.
 // Compiled for: sm_90a
 #include "backward_kernels.cuh"
+#include "backward_wgrad_pairs.cuh"
 
 using namespace mok;
 
@@ -37,7 +37,7 @@ moe_wgrad_hopper(const __grid_constant__ LayerParams layer, const __grid_constan
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 moe_wgrad_pairs_hopper(const __grid_constant__ LayerParams layer, const __grid_constant__ WgradParams params,
                        const __grid_constant__ WgradMaps maps) {
-  wgrad_pairs_kernel(layer, params, maps);
+  wgrad_pairs_kernel(shared_memory, layer, params, maps);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

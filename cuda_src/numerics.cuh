@@ -21,10 +21,8 @@ MOK_DEVICE u32 pack_bf16x2(float low, float high) {
   return pair;
 }
 
+// bf16(v): one float32 rounded the same way, as its bits.
 MOK_DEVICE u16 float_to_bf16(float value) { return static_cast<u16>(pack_bf16x2(value, 0.0f) & 0xffffu); }
-
-// bf16(v) kept in float32.
-MOK_DEVICE float round_bf16(float value) { return bf16_low(pack_bf16x2(value, 0.0f)); }
 
 // ---- exp, sigmoid, silu ----
 

@@ -34,8 +34,6 @@ MOK_DEVICE void red_release_sys(u32* word, u32 value) {
   asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-MOK_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 MOK_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Order ordinary accesses against the copy engine's (async proxy). Global: after acquiring a counter, before

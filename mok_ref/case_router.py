@@ -11,7 +11,7 @@ import numpy as np
 
 from mok_ref.casefile import Case
 from mok_ref.chain import ordered_chain
-from mok_ref.numerics import as_values, to_bf16
+from mok_ref.numerics import as_values, bf16_to_bits, to_bf16
 from mok_ref.routing import route_backward, route_forward, router_dx, router_logits
 
 CHAIN_BUFFER = "case_router/dw"
@@ -47,7 +47,8 @@ class ReferenceRouter:
         self._d_logits = route_backward(self._saved, d_topk_weights)
         if self._w_router is None:
             return None
-        return router_dx(self._d_logits, self._w_router, self._mode)
+        dx = router_dx(self._d_logits, self._w_router, self._mode)
+        return dx if self._mode == "float64" else bf16_to_bits(dx)
 
     def gradients(self) -> dict[str, Any]:
         """d_logits and, with router weights, dw_router by the ordered chain; collective."""

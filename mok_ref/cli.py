@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from mok_ref.heap.protocol import HeapError
+from mok_ref.install import install_hint
 from mok_ref.launch import MpiJob, end_with_error, one_line, start_job
 from mok_ref.option_names import option_names
 from mok_ref.runner import RandomCase
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mok_ref.casefile import Case
     from mok_ref.runner import Plan, RunResult, Settings
     from mok_ref.verify import Check
@@ -41,6 +44,16 @@ golden_app = typer.Typer(
 app.add_typer(golden_app, name="golden")
 
 MORE_COMMANDS = ("mok_ref.training.commands", "mok_ref.planner.commands")
+# Modules that an installation may lack, and the extra that brings them.
+EXTRAS = {
+    "cuda": "gpu",
+    "cupy": "gpu",
+    "matplotlib": "plot",
+    "mpi4py": "mpi",
+    "nvshmem": "nvshmem",
+    "safetensors": "train",
+    "scipy": "train",
+}
 USER_ERRORS = (ValueError, OSError, HeapError, RuntimeError)
 # Names of the configuration, as options of the command line: those that override a case, and those
 # that make a random one.
@@ -178,19 +191,29 @@ def run(
     _check_outputs(input, output, save_input, trace)
     if trace is not None and device != "cuda":
         raise ValueError(f"--trace must go with --device cuda, got device {device!r}")
+    if trace is not None and path == "portable":
+        raise ValueError("--trace must go with --path auto or hopper, got path 'portable'")
     plan = _prepare(input, sizes, settings)
     if save_input is not None and _is_root():
         save_case(save_input, plan.case)
-    result = _run(plan) if trace is None else _run_recorded(plan, trace)
+    result, write_trace = (_run(plan), None) if trace is None else _run_recorded(plan, trace)
     if result is None:
         return
     if output is not None:
         write_npz(output, result.output_arrays())
+    fault = None
+    try:
+        if write_trace is not None:
+            write_trace()
+    except RuntimeError as error:  # nothing was recorded: the results are told all the same
+        fault, trace = error, None
     if not as_json:  # before the tables: their last line is the digest
         _say_written("case", save_input)
         _say_written("results", output)
         _say_written("trace", trace)
     _print_run(result, as_json)
+    if fault is not None:
+        raise fault
 
 
 @app.command()
@@ -254,7 +277,7 @@ def schedule(
 ) -> None:
     """Print who pulls which rows from whom; --plot draws it."""
     from mok_ref.casefile import check_distinct
-    from mok_ref.plotting import check_picture_path, draw_schedule
+    from mok_ref.plotting import check_picture_path, draw_schedule, import_pyplot
     from mok_ref.printing import print_schedule
     from mok_ref.runner import Settings, routes_of, traffic_of
     from mok_ref.schedule import build_schedule
@@ -263,6 +286,7 @@ def schedule(
     if plot is not None:
         check_picture_path(plot)
         check_distinct(**{"--input": input, "--plot": plot})
+        import_pyplot()  # what is missing is said before anything is printed
     if rows < 0:
         raise ValueError(f"rows must be >= 0, got {rows}")
     sizes = (tokens, None, None, experts, top_k, None, None, None, seed)
@@ -317,10 +341,16 @@ def build(
     """Compile everything in cuda_src (needs the [gpu] extra, no GPU)."""
     from dataclasses import asdict
 
-    from mok_ref.gpu.compiler import compile_cubin, resource_usage, source_names
+    from mok_ref.gpu.compiler import (
+        compile_cubin,
+        compiler_version,
+        resource_usage,
+        source_names,
+    )
     from mok_ref.printing import console, table
 
     _refuse_mpiexec("build")
+    compiler_version()  # before a word is printed: says how to install what is missing
     shown = table(None, "target", "source", "kernel", ">registers", ">static", ">stack", ">spills")
     report = []
     for target in arch.split(","):
@@ -546,15 +576,16 @@ def _run(plan: Any) -> RunResult | None:
         return run_mpi(plan, _job.comm, after_stage)
 
 
-def _run_recorded(plan: Any, trace: Path) -> RunResult | None:
-    """`_run`, and the timeline of its kernels' tasks in a file."""
+def _run_recorded(plan: Any, trace: Path) -> tuple[RunResult | None, Callable[[], None] | None]:
+    """`_run`, and what writes the timeline of its kernels' tasks into a file."""
     from mok_ref.gpu.recorded_run import run_recorded, write_timeline
 
     comm = None if _job is None else _job.comm
     result, spans = run_recorded(lambda: _run(plan), plan.config.ep_size, comm)
-    if result is not None:
-        write_timeline(trace, plan, result.topk_ids, spans)
-    return result
+    if result is None:
+        return None, None
+    topk_ids = result.topk_ids
+    return result, lambda: write_timeline(trace, plan, topk_ids, spans)
 
 
 def _print_run(result: RunResult, as_json: bool) -> None:
@@ -626,6 +657,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _fail(f"error: not enough memory: {one_line(error)}")
     except USER_ERRORS as error:
         _fail(f"error: {one_line(error)}")
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            _fail(traceback.format_exc(), 1)
+        _fail(f"error: {error.name} is missing: {install_hint(extra)}")
     except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
             print(error.format_message())  # type: ignore[attr-defined]

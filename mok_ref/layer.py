@@ -38,6 +38,7 @@ from mok_ref.validation import (
     check_forward,
     check_layer,
     check_main_grad,
+    check_router_share,
     gradient_shapes,
 )
 from mok_ref.workspace import Lease, Workspace, private_workspace, storage_dtype, to_storage
@@ -298,8 +299,10 @@ def moe_backward(
     main_grad     weight gradients to continue: their values are the start of every chain. bf16
                   buffers are widened, continued in float32 and rounded once at the end.
     router_share  called with d_topk_weights (T, K) once it is known; returns the router's dx
-                  (T, H) bf16 values, which is added last
+                  (T, H) bf16, as dy is given (`bf16_to_bits` of routing.router_dx), which is
+                  added last
     Raises: ValueError for a bad dy; RuntimeError if the context was used or its workspace reused.
+    A call that is refused before it begins leaves its context as it was.
     CUDA:   cuda_src/megakernel_backward.cu
     """
     check_backward(context, router_share)
@@ -319,7 +322,11 @@ def moe_backward(
     heap.barrier("backward, pushing dx and d_topk_weights")
     slots = num_tokens * config.top_k
     d_topk_weights = workspace.mine("d_topk_weights")[:slots].copy().reshape(-1, config.top_k)
-    router_dx = None if router_share is None else as_values(router_share(d_topk_weights))
+    router_dx = None
+    if router_share is not None:
+        share = router_share(d_topk_weights)
+        check_router_share(config, num_tokens, share)
+        router_dx = as_values(share)
     dx = dispatch_backward(_own_slots(context), context.topk_ids, shared_dx, router_dx)
     heap.barrier("backward, adding slots up")  # nobody overwrites slots still read
     grads.dx, grads.d_topk_weights = _as_output(context, dx), d_topk_weights

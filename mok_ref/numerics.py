@@ -91,7 +91,7 @@ def to_bf16(value: Array) -> Array:
     """bf16(v): float32 rounded to the nearest even bf16, carried in float32 (spec eq. 2.1).
 
     NaN becomes the canonical NaN, overflow becomes Inf. float64 passes through (oracle).
-    CUDA: cuda_src/numerics.cuh: round_bf16
+    CUDA: cuda_src/numerics.cuh: float_to_bf16
     """
     if value.dtype == np.float64:
         return value

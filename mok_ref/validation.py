@@ -38,6 +38,16 @@ def check_backward(context: Any, router_share: Any) -> None:
         )
 
 
+def check_router_share(config: MoEConfig, num_tokens: int, share: Any) -> None:
+    """What `router_share` returned: (T, H) bf16, like dy. Raises ValueError."""
+    shape, found = (num_tokens, config.hidden_size), getattr(share, "shape", None)
+    allowed = _bf16_dtypes(config)
+    dtype = getattr(share, "dtype", None)
+    if dtype is None or dtype not in allowed or found != shape:
+        got = type(share).__name__ if dtype is None else f"{dtype} {found}"
+        raise ValueError(f"router_share must return {_names(allowed)} of shape {shape}, got {got}")
+
+
 def check_forward(
     config: MoEConfig,
     heap: Any,
@@ -177,18 +187,25 @@ def _check_shape(config: MoEConfig, name: str, array: Any, shape: tuple[int, ...
 
 
 def _check_dtype(config: MoEConfig, name: str, array: Any) -> None:
-    allowed: tuple[np.dtype, ...] = _BF16_DTYPES
+    _check_array(name, array, _bf16_dtypes(config))
+
+
+def _bf16_dtypes(config: MoEConfig) -> tuple[np.dtype, ...]:
+    """How bf16 tensors may be given; the float64 oracle takes float64 too."""
     if config.arithmetic == "float64":
-        allowed = (*_BF16_DTYPES, np.dtype(np.float64))
-    _check_array(name, array, allowed)
+        return (*_BF16_DTYPES, np.dtype(np.float64))
+    return _BF16_DTYPES
 
 
 def _check_array(name: str, array: Any, allowed: tuple[np.dtype, ...]) -> None:
     """An array (not a list, not None) of one of some dtypes."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or dtype not in allowed:
-        names = " or ".join(allowed_dtype.name for allowed_dtype in allowed)
-        raise ValueError(f"{name} must be {names}, got {dtype or type(array).__name__}")
+        raise ValueError(f"{name} must be {_names(allowed)}, got {dtype or type(array).__name__}")
+
+
+def _names(dtypes: tuple[np.dtype, ...]) -> str:
+    return " or ".join(dtype.name for dtype in dtypes)
 
 
 def _refuse(bad: Any, values: Any, name: str, rule: str) -> None:

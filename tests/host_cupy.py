@@ -68,6 +68,9 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 class Event:
     def __init__(self, **_: Any) -> None:

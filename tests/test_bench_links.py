@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import shutil
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,12 +19,13 @@ from gpu.host_cuda import compiler as host_compiler
 from host_cupy import host_cuda_device
 
 from mok_ref.bench import links, links_layer, links_page, links_run
-from mok_ref.bench.page import BEGIN, END
+from mok_ref.bench.report_files import BEGIN, END
 from mok_ref.gpu import compiler
 from mok_ref.gpu.params import NUM_SYMMETRIC, SYMMETRIC_BUFFERS
 from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
+MPI_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 REPORTS = sorted((ROOT / "docs" / "results").glob("multi_gpu_*.json"))
 
 
@@ -117,6 +121,51 @@ def test_groups_divide_the_job(size: int, expected: list[int]) -> None:
     assert links_run.group_sizes(size) == expected
 
 
+def test_ranks_divide_the_experts_of_every_case() -> None:
+    assert links_run.group_sizes(8, links_layer.LAYER_CASES) == [8, 4, 2, 1]
+    assert links_run.group_sizes(256, ["dsv3"])[-1] == 1
+    for size, case in ((3, "dsv3"), (6, "qwen3:mxfp8"), (256, "qwen3")):
+        with pytest.raises(ValueError, match=rf"the \d+ experts of {case}, got {size}"):
+            links_run.group_sizes(size, ["dsv3", case] if size == 256 else [case])
+
+
+@pytest.mark.parametrize("parts, is_refused", [("links", False), ("links,bits", True)])
+def test_ranks_are_checked_before_anything_is_measured(
+    parts: str, is_refused: bool, monkeypatch, capsys
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(links_run, "require_gpu", lambda what: None)
+    monkeypatch.setattr(links_run, "run", lambda *given: ran.append(given) or True)
+    job = SimpleNamespace(COMM_WORLD=SimpleNamespace(size=3, rank=0))
+    monkeypatch.setattr("mok_ref.heap.mpi.import_mpi", lambda: job)
+    if is_refused:
+        with pytest.raises(SystemExit):
+            links_run.main(["--parts", parts])
+        assert "must divide the 128 experts of qwen3, got 3" in capsys.readouterr().err
+    else:
+        links_run.main(["--parts", parts, "--cases", "dsv3,dsv3"])
+    assert [given[0] for given in ran] == ([] if is_refused else [["dsv3"]])
+
+
+@pytest.mark.parametrize("program", ["links_run", "worker"])
+@pytest.mark.parametrize("is_word_right", [True, False])
+def test_an_error_of_every_process_is_one_line(program: str, is_word_right: bool) -> None:
+    if shutil.which("mpiexec", path=MPI_PATH) is None:
+        pytest.skip("no mpiexec")
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    script = str(ROOT / "tests" / "gpu" / "multi_gpu_worker.py")
+    started = [script] if program == "worker" else ["-m", "mok_ref.bench.links_run"]
+    words = [] if is_word_right else ["--nothing"]
+    hidden = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": MPI_PATH}
+    done = subprocess.run(
+        ["mpiexec", "-n", "3", sys.executable, *started, *words],
+        capture_output=True, text=True, timeout=120, env=os.environ | hidden, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ") and ("--nothing" in line) == (not is_word_right)
+
+
 def test_layer_rows_count_flops_of_both_directions() -> None:
     case = links_layer.LAYER_CASES["qwen3"]
     forward = links_layer.layer_row(case, 2, "mok_ref", links_layer.FORWARD, 1.0)
@@ -129,41 +178,35 @@ def test_layer_rows_count_flops_of_both_directions() -> None:
     "arguments, message",
     [(["--cases", "huge"], "cases must be of"), (["--parts", "all"], "parts must be of")],
 )
-def test_bad_options_are_named(arguments: list[str], message: str, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["links_run", *arguments])
+def test_bad_options_are_named(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        links_run.main()
+        links_run.parse(arguments)
+
+
+def test_the_first_round_of_every_contender_warms_up(monkeypatch) -> None:
+    launched = []
+
+    def launches(call: Any, count: int, warm: int) -> list[float]:
+        launched.append((call(), count, warm))
+        return [100.0 if len(launched) <= 2 else float(len(call()))] * count
+
+    monkeypatch.setattr(links_layer, "launches_ms", launches)
+    prepared: list[str] = []
+    heap = SimpleNamespace(host_barrier=lambda phase: None, check=lambda: None)
+    calls = {"a": lambda: "x", "bb": lambda: "yy"}
+    found = links_layer.time_calls(heap, calls, lambda ms: 2 * ms, prepared.append)
+    assert found == {"a": 2.0, "bb": 4.0}
+    assert len(launched) == 2 * (links_layer.ROUNDS + 1)
+    assert set(launched) == {(x, links_layer.PER_ROUND, links_layer.WARM) for x in ("x", "yy")}
+    assert prepared[-1] == links_layer.OURS and set(prepared[:2]) == {"a", "bb"}
 
 
 # --------------------------------------------------------------------------- the page
 
 
-def no_prediction(row: dict[str, Any]) -> tuple[float, float]:
-    return 1.0, 0.5
-
-
 def bench_report() -> dict[str, Any]:
     reports = [json.loads(path.read_text()) for path in REPORTS]
     return copy.deepcopy(links_page.merged([r for r in reports if "links" in r])[0])
-
-
-def without_planner(page: str) -> list[str]:
-    """Lines but the planner's table, whose predictions change with the planner."""
-    lines, inside = [], False
-    for line in page.splitlines():
-        inside = line.startswith("The planner's predictions") or (
-            inside and not line.startswith("- ")
-        )
-        lines += [] if inside else [line]
-    return lines
-
-
-def test_the_page_is_made_of_the_stored_reports() -> None:
-    reports = [json.loads(path.read_text()) for path in REPORTS]
-    made = links_page.tables(reports, no_prediction)
-    page = (ROOT / "docs" / "multi_gpu.md").read_text(encoding="utf-8")
-    stored = page.split(BEGIN, 1)[1].split(END, 1)[0].strip("\n")
-    assert without_planner(stored) == without_planner(made)
 
 
 def test_reports_of_one_machine_and_kernel_are_one_and_the_last_time_counts() -> None:
@@ -217,8 +260,26 @@ def test_unequal_bits_are_shown() -> None:
     }
     device = {"heap": "CudaIpcHeap", "gpus": 2, "gpu": "GPU", "date": "today"}
     lines = links_page.checks_lines([{"checks": checks, "device": device}])
-    assert "| golden 1 | AssertionError: y differs |" in lines
-    assert "| 1 of 2 golden cases | equal: 1 bf16, hopper kernels |" in lines
+    assert "| a stored golden case | `golden 1` | AssertionError: y differs |" in lines
+    assert "| 1 of 2 golden cases |  | equal: 1 bf16, hopper kernels |" in lines
+
+
+def test_checks_say_what_they_try_and_which_kernels_ran(worker) -> None:
+    assert set(links_page.CHECKS) == {n for n in worker.CHECKS if not n.startswith("golden")}
+    device = {"heap": "CudaIpcHeap", "gpus": 2, "gpu": "GPU", "date": "today"}
+    for kernels, text in ((links_page.MXFP8_WAS_PORTABLE[0], "portable kernels"), ("new", "equal")):
+        made = {"checks": {"mxfp8 layer": "equal"}, "device": device | {"kernels": kernels}}
+        (line,) = (line for line in links_page.checks_lines([made]) if "mxfp8 layer" in line)
+        assert text in line and ("portable" in line) == (kernels != "new")
+    made = {"checks": {"golden 0": "no"}, "device": device}
+    assert "| 0 of 1 golden cases |  | none equal |" in links_page.checks_lines([made])
+
+
+def test_published_figures_keep_their_dtype() -> None:
+    lines = [line for line in links_page.neighbour_lines() if "LigerCute" in line]
+    assert lines and all(
+        line.startswith(("- qwen3 forward:", "- qwen3 backward:")) for line in lines
+    )
 
 
 def test_every_layer_row_has_a_prediction() -> None:
@@ -231,14 +292,13 @@ def test_every_layer_row_has_a_prediction() -> None:
     assert slower[0] >= ms
 
 
-def test_main_replaces_the_tables_between_the_marks(tmp_path, monkeypatch) -> None:
+def test_main_replaces_the_tables_between_the_marks(tmp_path) -> None:
     output = tmp_path / "page.md"
     output.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     report = bench_report()
     report["layers"] = report["layers"][:1]
     (tmp_path / "r.json").write_text(json.dumps(report))
-    monkeypatch.setattr(sys, "argv", ["page", str(tmp_path / "r.json"), "--output", str(output)])
-    links_page.main()
+    links_page.main([str(tmp_path / "r.json"), "--output", str(output)])
     text = output.read_text()
     assert text.startswith(f"before\n{BEGIN}\n### ") and text.endswith(f"{END}\nafter\n")
     assert "\nold\n" not in text
@@ -294,6 +354,7 @@ def verdicts(worker: Any, name: str) -> list[str]:
 def test_checks_pass_on_right_bits(worker) -> None:
     for name in ("golden 0", "fault row 24"):
         assert all(text.startswith("equal") for text in verdicts(worker, name)), name
+    assert verdicts(worker, "mxfp8 layer") == ["equal (mxfp8, portable kernels)"] * 2
 
 
 def test_a_check_fails_on_wrong_bits(worker, monkeypatch) -> None:

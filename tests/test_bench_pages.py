@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mok_ref.bench import entry, links_page, links_run, mxfp8, page, tasks
 from mok_ref.bench.cases import CASES, TABLE_CASES, BenchCase, routes
 from mok_ref.bench.commands import parse_sizes
+from mok_ref.bench.cpu import bench_cpu
 from mok_ref.bench.growth import (
     ALL_TO_ONE,
     AXES,
@@ -21,9 +27,13 @@ from mok_ref.bench.growth import (
     draw_growth,
     limit_ms,
 )
-from mok_ref.bench.page import BEGIN, END, tables
+from mok_ref.bench.page import tables_of
+from mok_ref.bench.report_files import BEGIN, END, write_between_markers
 from mok_ref.bench.variants import AroundRow, RankRow, SavingRow
+from mok_ref.heap import cuda_device
+from mok_ref.install import install_hint
 
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 CEILINGS = {"tflops": 700.0, "tbytes_per_s": 4.0}
 
 
@@ -37,10 +47,23 @@ def test_words_of_sizes() -> None:
     assert mxfp8 == [f"{name}:mxfp8" for name in TABLE_CASES]
 
 
-@pytest.mark.parametrize("word", ["qwen4", "qwen3:fp4", "8x8x8x4", "0x8x8x4x2", ""])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "qwen4", "qwen3:fp4", "8x8x8x4", "0x8x8x4x2", "", "mxfp8:bf16", "mxfp8:mxfp8", "save:mxfp8",
+        "qwen3:", "qwen3:mxfp8:mxfp8", "\u0664x8x8x4x2", "\u00b2x8x8x4x2", "9" * 5000 + "x8x8x4x2",
+    ],
+)  # fmt: skip
 def test_other_words_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match="cases must be of"):
         parse_sizes(f"qwen3,{word}")
+
+
+def test_what_is_named_twice_is_run_once() -> None:
+    assert parse_sizes("qwen3,qwen3:bf16,save,qwen3,save") == [CASES["qwen3"], "save"]
+    assert parse_sizes("sonic,table") == parse_sizes("sonic,table,sonic")
+    timings = bench_cpu("16x16x16x2x1,16x16x16x2x1", [1], 1, False)
+    assert [timing.name for timing in timings] == ["16x16x16x2x1"]
 
 
 def test_all_routes_to_one_expert() -> None:
@@ -114,25 +137,117 @@ def report() -> dict:
 
 
 def test_a_page_holds_what_the_report_has() -> None:
-    page = tables([report()], ["curves.svg"])
-    assert "| qwen3 | 0.900 (0.900) | 0.82 | 0.800 (0.900) | 0.75 | **0.500** (0.900) |" in page
-    assert "dsv3-rank" not in page  # not run
-    assert "| qwen3 | 512 / 2048 | none | 0 | 1.000 | 5.000 | +25.0 % |" in page
-    assert "| qwen3 | 4 | forward | 2.000 | 1.000 |" in page
-    assert "| qwen3 | schedule | 21.0 | – |" in page and "| qwen3 | y | 75.0 | 4.02 |" in page
-    assert "| skew | all to one | 6.000 | 3.000 | 6.000 | 3.000 | memory |" in page
-    assert "(curves.svg)" in page and "Host time per forward call: 30 to 30 us" in page
+    made = tables_of(report(), "curves.svg")
+    assert "| qwen3 | 0.900 (0.900) | 0.82 | 0.800 (0.900) | 0.75 | **0.500** (0.900) |" in made
+    assert "dsv3-rank" not in made  # not run
+    assert "| qwen3 | 512 / 2048 | none | 0 | 1.000 | 5.000 | +25.0 % |" in made
+    assert "| qwen3 | 4 | forward | 2.000 | 1.000 |" in made
+    assert "| qwen3 | schedule | 21.0 | – |" in made and "| qwen3 | y | 75.0 | 4.02 |" in made
+    assert "| skew | all to one | 6.000 | 3.000 | 6.000 | 3.000 | memory |" in made
+    assert "(curves.svg)" in made
 
 
-def test_stored_reports_still_make_the_page() -> None:
-    docs = Path(__file__).parents[1] / "docs"
-    stored = sorted((docs / "results").glob("bench_*.json"))
-    page = (docs / "results.md").read_text(encoding="utf-8")
-    made = page.split(BEGIN)[1].split(END)[0].strip()
-    for path in stored:
-        text = tables([json.loads(path.read_text(encoding="utf-8"))])
-        first = text.splitlines()[0]
-        assert first in made
+PAGES = {
+    "results.md": (page.main, "{reports} --output {page}", "bench_*.json"),
+    "multi_gpu.md": (links_page.main, "{reports} --output {page}", "multi_gpu_*.json"),
+    "mxfp8.md": (mxfp8.main, "--page {page} {reports}", "mxfp8_h200.json"),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_is_what_its_command_makes(name: str, tmp_path: Path) -> None:
+    """A page that changes here is made again by the command that it (or its script) names."""
+    main, words, pattern = PAGES[name]
+    copy = tmp_path / name
+    shutil.copy(DOCS / name, copy)
+    (tmp_path / "results").mkdir()
+    for path in (DOCS / "results").glob(pattern):
+        shutil.copy(path, tmp_path / "results")
+    reports = [str(path) for path in sorted((tmp_path / "results").glob(pattern))]
+    assert reports
+    made_of = {"{reports}": reports, "{page}": [str(copy)]}
+    main([each for word in words.split() for each in made_of.get(word, [word])])
+    assert copy.read_text(encoding="utf-8") == (DOCS / name).read_text(encoding="utf-8")
+
+
+def test_kernels_of_a_report_are_named() -> None:
+    assert entry.kernels_line({"kernels": entry.kernels_name()}).endswith("the present sources.")
+    old = entry.kernels_line({"kernels": "0123456789ab"})
+    assert old.startswith("- Older kernels: ") and "0123456789ab" in old
+    assert entry.kernels_line({}).startswith("- Older kernels: the report does not name")
+
+
+def test_host_times_of_older_kernels_are_marked() -> None:
+    made = report()
+    assert "Host time per forward call with those older kernels and launches: 30" in tables_of(made)
+    made["device"]["kernels"] = entry.kernels_name()
+    assert "Host time per forward call: 30 to 30 us" in tables_of(made)
+
+
+# --------------------------------------------------------------------------- errors
+
+
+MEASURING = [(tasks.main, ["qwen3"]), (mxfp8.main, ["qwen3"]), (links_run.main, [])]
+
+
+def refusal(main: Callable[..., Any], words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a command ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(("main", "words"), MEASURING)
+def test_nothing_is_measured_without_cupy_or_torch(
+    main: Callable[..., Any],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert install_hint("gpu") in refusal(main, words, capsys)
+    if main is not mxfp8.main:  # it uses no torch
+        monkeypatch.setattr(cuda_device, "import_cupy", lambda: None)
+        monkeypatch.setitem(sys.modules, "torch", None)
+        assert "pip install torch" in refusal(main, words, capsys)
+        cpu = SimpleNamespace(__version__="9+cpu", cuda=SimpleNamespace(is_available=lambda: False))
+        monkeypatch.setitem(sys.modules, "torch", cpu)
+        assert "needs a torch with CUDA, got torch 9+cpu" in refusal(main, words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "text"),
+    [
+        (tasks.main, ["nocase"], "give --read or cases of"),
+        (tasks.main, ["--nothing"], "unrecognized arguments: --nothing"),
+        (tasks.main, ["--read", "none.npz"], "none.npz"),
+        (mxfp8.main, ["nocase"], "cases must be of"),
+        (mxfp8.main, ["--page", "p.md"], "--page needs one report, got none"),
+        (mxfp8.main, ["--page", "p.md", "none.json"], "none.json: No such file"),
+        (links_run.main, ["--parts", "x"], "parts must be of links, layers, bits, got 'x'"),
+        (links_run.main, ["--timeout", "0"], "timeout must be above 0"),
+        (page.main, ["none.json", "--output", "p.md"], "none.json: No such file"),
+        (page.main, [__file__, "--output", "p.md"], "must be a report of bench --device cuda"),
+        (links_page.main, [], "required: reports, --output"),
+    ],
+)
+def test_wrong_words_and_files_are_one_line(
+    main: Callable[..., Any], words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refusal(main, words, capsys)
+
+
+@pytest.mark.parametrize("text", ["nothing", END + BEGIN, BEGIN * 2 + END])
+def test_a_page_without_its_pair_of_markers_is_left_alone(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="one pair of markers"):
+        write_between_markers(path, {(BEGIN, END): "made"})
+    assert path.read_text() == text
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:

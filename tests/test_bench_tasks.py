@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,8 +97,91 @@ def test_stamps_survive_a_file_and_the_table_is_made_of_it(
 def test_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(path, a=np.zeros(1))
-    with pytest.raises(ValueError, match=r"x\.npz: no stamps of this benchmark"):
+    with pytest.raises(
+        ValueError, match=r"x\.npz: must be stamps of bench\.tasks: facts is missing"
+    ):
         tasks.load_stamps(path)
+
+
+def saved(path: Path, facts: Any, stamps: np.ndarray) -> Path:
+    np.savez(path, facts=np.array(json.dumps(facts)), stamps0=stamps)
+    return path
+
+
+def facts_of(**changes: Any) -> dict[str, Any]:
+    """What a file says about one recorded call."""
+    times = {"traced_ms": 1.5, "plain_ms": 1.4, "clock_hz": 1e9}
+    one = {"case": "qwen3", "direction": "forward", "lost": 0, **times, **changes}
+    return {"device": {"gpu": "G"}, "recorded": [{k: v for k, v in one.items() if v is not None}]}
+
+
+STAMPS = stamps_of(("gate_up", 4, 0, 40_000), ("down", 8, 40_000, 50_000))
+BACKWARDS, UNKNOWN = STAMPS.copy(), STAMPS.copy()
+BACKWARDS["end"], UNKNOWN["kind"] = 0, 99
+
+
+@pytest.mark.parametrize(
+    ("facts", "stamps", "text"),
+    [
+        (facts_of(case="foo"), STAMPS, r"recorded\[0\]\.case must be one of"),
+        (facts_of(direction="sideways"), STAMPS, r"recorded\[0\]\.direction must be one of"),
+        (facts_of(traced_ms=None), STAMPS, r"recorded\[0\]\.traced_ms is missing"),
+        (facts_of(plain_ms=float("nan")), STAMPS, r"recorded\[0\]\.plain_ms must be"),
+        (facts_of(clock_hz=0), STAMPS, r"recorded\[0\]\.clock_hz must be"),
+        (facts_of(lost=-1), STAMPS, r"recorded\[0\]\.lost must be"),
+        ([1], STAMPS, "it must be an object"),
+        ({"device": {}, "recorded": []}, STAMPS, "recorded is empty"),
+        ({"recorded": []}, STAMPS, "device is missing"),
+        (facts_of(), UNKNOWN, r"stamps0: stamps\.kind must be below"),
+        (facts_of(), BACKWARDS, r"stamps0: stamps\.end must not precede"),
+        (facts_of(), np.zeros(3), r"stamps0: stamps must have dtype"),
+        (facts_of(), STAMPS[None], "stamps0 must be an array of one axis"),
+    ],
+)
+def test_stamps_that_no_run_makes_are_refused(
+    facts: Any, stamps: np.ndarray, text: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "s.npz", facts, stamps)
+    with pytest.raises(ValueError, match=rf"s\.npz: must be stamps of bench\.tasks: {text}"):
+        tasks.load_stamps(path)
+
+
+def test_fields_of_a_later_version_are_let_through(tmp_path: Path) -> None:
+    (one,), device = tasks.load_stamps(saved(tmp_path / "s.npz", facts_of(more=1), STAMPS))
+    assert one.case == "qwen3" and device == {"gpu": "G"}
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    whole = saved(tmp_path / "s.npz", facts_of(), STAMPS).read_bytes()
+    path = tmp_path / "x.npz"
+    for content in (b"", b"\xff\xfe", b"PK\3\4", b"{}", whole[: len(whole) // 2], whole[:-30]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"x\.npz: "):
+            tasks.load_stamps(path)
+
+
+def test_files_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tasks, "require_gpu", lambda what: pytest.fail("it went on"))
+    read, folder = saved(tmp_path / "s.npz", facts_of(), STAMPS), str(tmp_path)
+    before = read.read_bytes()
+    for words, text in (
+        (["qwen3", "--traces", f"{folder}/none"], "--traces must be a folder"),
+        (["qwen3", "--traces", str(read)], "--traces must be a folder"),
+        (["qwen3", "--output", f"{folder}/none/x.json"], "--output must lie in a folder"),
+        (["qwen3", "--stamps", f"{folder}/x"], "--stamps must end in .npz"),
+        (["--read", str(read), "--stamps", str(read)], "--stamps must be another file than --read"),
+        (
+            ["qwen3", "--traces", folder, "--output", f"{folder}/qwen3-forward.json"],
+            "--traces must be another file than --output",
+        ),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            tasks.main(words)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stopped.value.code == 2 and text in line
+    assert read.read_bytes() == before and [read] == list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("arguments", [[], ["nocase"], ["qwen3", "--read", "x.npz"]])

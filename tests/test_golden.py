@@ -40,9 +40,11 @@ def test_every_case_was_run_on_a_gpu_by_both_paths() -> None:
 
 
 def test_a_digest_of_one_tensor_names_what_changed() -> None:
-    """The stored digests are those of the stored outputs, tensor by tensor."""
+    """The stored digests are those of the stored outputs, tensor by tensor, none left out."""
     for name, (_, out_file) in PAIRS.items():
         stored = read_npz(out_file)
+        tensors = set(stored) - {"digest", "digests"}
+        assert set(ON_A_GPU["cases"][name]["digests"]) == tensors, name
         for tensor, expected in ON_A_GPU["cases"][name]["digests"].items():
             assert tensor_digest(tensor, stored[tensor]) == expected, (name, tensor)
 

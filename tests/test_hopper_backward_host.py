@@ -11,6 +11,7 @@ import pytest
 
 from mok_ref.config import MoEConfig
 from mok_ref.gpu import compiler, hopper_backward
+from mok_ref.gpu.launch import NUM_MULTIPROCESSORS
 from mok_ref.gpu.params import LAYER_PARAMS, new_params
 from mok_ref.gpu.workspace import derive_sizes
 
@@ -121,7 +122,8 @@ def test_a_step_keeps_every_cta_at_work(hidden: int, inner: int) -> None:
     tiles = -(-hidden // 256) + -(-inner // 256)
     blocks = hopper_backward._mini_blocks(layer)
     group = hopper_backward.BLOCK_GROUP
-    assert blocks % group == 0 and blocks * tiles >= 6 * 132 > (blocks - group) * tiles
+    wanted = 6 * NUM_MULTIPROCESSORS
+    assert blocks % group == 0 and blocks * tiles >= wanted > (blocks - group) * tiles
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,39 @@ def test_every_map_of_codes_has_its_scales_at_the_same_place(encoded) -> None:
     assert scaled == 9
 
 
+CLAMP = "moe_dgrad_mxfp8_clamp_hopper"
+
+
+def page_spills() -> dict[str, list[tuple[int, ...]]]:
+    """NVRTC's version -> (stack, spill stores, spill loads) of dgrad without and with a clamp, as
+    docs/mxfp8.md states them."""
+    page = Path(__file__).resolve().parents[1] / "docs" / "mxfp8.md"
+    text = page.read_text(encoding="utf-8").replace("\n", " ")
+    (words,) = re.findall(
+        r"reports (\d+) bytes of stack for `moe_dgrad_mxfp8_hopper`, (\d+) bytes of spill "
+        r"stores and (\d+) of loads in its code, and (\d+), (\d+) and (\d+) for "
+        r"`moe_dgrad_mxfp8_clamp_hopper` \(NVRTC ([\d.]+); "
+        r"([\d.]+): (\d+), (\d+), (\d+) and (\d+), (\d+), (\d+)\)",
+        text,
+    )
+    numbers = [int(word) for word in (*words[:6], *words[8:])]
+    rows = [tuple(numbers[first : first + 3]) for first in range(0, 12, 3)]
+    return {words[6]: rows[:2], words[7]: rows[2:]}
+
+
 @pytest.mark.slow
-def test_products_are_not_serialised(tmp_path, monkeypatch) -> None:
+def test_products_are_not_serialised_and_spills_are_those_of_the_page() -> None:
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     _, log = compiler._compile(hopper_mxfp8_backward.SOURCE, "sm_90a", ())
     assert "wgmma.mma_async instructions are serialized" not in log
-    assert len(compiler.parse_ptxas_log(log)) == 3
+    usage = {kernel.name: kernel for kernel in compiler.parse_ptxas_log(log)}
+    wgrad = usage.pop("moe_wgrad_mxfp8_hopper")
+    assert wgrad.stack_bytes == wgrad.spill_store_bytes == wgrad.spill_load_bytes == 0
+    found = [
+        (kernel.stack_bytes, kernel.spill_store_bytes, kernel.spill_load_bytes)
+        for kernel in (usage.pop("moe_dgrad_mxfp8_hopper"), usage.pop(CLAMP))
+    ]
+    assert usage == {}
+    if compiler.compiler_version() not in page_spills():
+        pytest.skip(f"the page says nothing of NVRTC {compiler.compiler_version()}")
+    assert found == page_spills()[compiler.compiler_version()]

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from gpu.host_cuda import compiler as host_compiler
+from host_cupy import host_cuda_device
 
 from mok_ref.config import MoEConfig
-from mok_ref.gpu import compiler, hopper, hopper_mxfp8
+from mok_ref.experts import ExpertWeights
+from mok_ref.gpu import compiler, hopper, hopper_mxfp8, layer
 from mok_ref.gpu import mxfp8 as gpu_mxfp8
-from mok_ref.gpu.workspace import derive_sizes
-from mok_ref.mxfp8 import num_blocks
+from mok_ref.gpu.workspace import DeviceWorkspace, derive_sizes
+from mok_ref.heap.virtual_cuda import VirtualCudaWorld
+from mok_ref.mxfp8 import num_blocks, quantize
+from mok_ref.testing import random_bf16
 
 
 def fields_of(header: str, struct: str) -> list[str]:
@@ -106,3 +115,115 @@ def test_memory_beside_bf16() -> None:
     assert table["weights"] == (2 * 3 * 4 * 7168 * 2048, 3 * 4 * 7168 * 2048 * 33 // 32)
     assert table["tokens"] == (2 * 4096 * 7168, 4096 * 7168 * 33 // 32)
     assert all(2 * codes == bf16 * 33 // 32 for bf16, codes in table.values())
+
+
+# ---- held weights: who may believe the codes that lie in a workspace
+
+
+@pytest.fixture
+def workspace(monkeypatch) -> Iterator[Any]:
+    """One rank's workspace of this path on the CPU, whose products alone are not computed."""
+    if host_compiler() is None:
+        pytest.skip("no C++ compiler to build the kernels for the CPU")
+    with host_cuda_device():
+        monkeypatch.setattr(layer, "_hopper_refusal", lambda config: "")
+        monkeypatch.setattr(hopper_mxfp8, "warm_up", lambda workspace: None)
+        monkeypatch.setattr(hopper_mxfp8, "routed_experts", lambda *_: lambda stream: None)
+        config = MoEConfig(16, 32, 2, 1, dtype="mxfp8")
+        yield DeviceWorkspace(config, VirtualCudaWorld(1).heap(0), 4)
+
+
+def device_weights(seed: int) -> ExpertWeights:
+    import cupy
+
+    rng = np.random.default_rng(seed)
+    shapes = ((2, 32, 16), (2, 32, 16), (2, 16, 32))
+    return ExpertWeights(*(cupy.asarray(random_bf16(rng, s).view(np.uint16)) for s in shapes))
+
+
+def forward(workspace: Any, weights: ExpertWeights) -> layer.DeviceContext:
+    routes = np.zeros((4, 1), np.int32), np.ones((4, 1), np.float32)
+    x = np.zeros((4, 16), np.uint16)
+    arguments = (x, *routes, weights, None, workspace, "all")
+    return layer.forward(workspace.config, workspace.heap, *arguments)[1]
+
+
+def codes_are_of(workspace: Any, weights: ExpertWeights) -> bool:
+    """Whether the codes that the kernels would read are those of these weights."""
+    buffers = hopper_mxfp8.weight_buffers(workspace)
+    return all(
+        np.array_equal(
+            buffers[f"w_{part}_codes"].reshape(array.shape),
+            quantize(array.get())[0],
+        )
+        for part, array in zip(hopper_mxfp8.PARTS, weights, strict=True)
+    )
+
+
+def test_a_forward_reads_the_codes_of_its_own_weights(workspace) -> None:
+    a, b = device_weights(1), device_weights(2)
+    hopper_mxfp8.hold_weights(workspace, a)
+    for weights in (a, b, a, b, b, a):
+        forward(workspace, weights)
+        assert codes_are_of(workspace, weights)
+    hopper_mxfp8.hold_weights(workspace, b)
+    for weights in (b, b, a):
+        forward(workspace, weights)
+        assert codes_are_of(workspace, weights)
+
+
+def test_held_weights_are_quantised_once_until_released(workspace) -> None:
+    weights = device_weights(1)
+    hopper_mxfp8.hold_weights(workspace, weights)
+    weights.down[...] = 0  # a change in place, which nobody sees
+    forward(workspace, weights)
+    assert not codes_are_of(workspace, weights)
+    hopper_mxfp8.release_weights(workspace)
+    forward(workspace, weights)
+    assert codes_are_of(workspace, weights)
+
+
+def test_held_weights_stay_alive_so_that_none_other_has_their_addresses(workspace) -> None:
+    weights = device_weights(1)
+    alive = [weakref.ref(array) for array in weights]
+    hopper_mxfp8.hold_weights(workspace, weights)
+    del weights
+    gc.collect()
+    assert all(array() is not None for array in alive)
+    hopper_mxfp8.release_weights(workspace)
+    gc.collect()
+    assert all(array() is None for array in alive)
+
+
+def test_backward_refuses_codes_that_were_held_since_its_forward(workspace) -> None:
+    context = forward(workspace, device_weights(1))
+    hopper_mxfp8.hold_weights(workspace, device_weights(2))
+    with pytest.raises(RuntimeError, match="context is stale"):
+        layer.backward(context, np.zeros((4, 16), np.uint16))
+
+
+def test_what_cannot_be_held_is_refused(workspace, monkeypatch) -> None:
+    import cupy
+
+    weights = device_weights(1)
+    room = cupy.zeros(2 * 32 * 16 + 8, np.uint16)
+    first = next(i for i in range(8) if room[i:].data.ptr % 16)
+    for name, array, message in (
+        ("gate", np.asarray(weights.gate).view(np.ndarray), "weights.gate must be a C-contiguous"),
+        ("up", weights.up[:, ::-1], "weights.up must be a C-contiguous"),
+        ("up", room[first : first + 1024].reshape(2, 32, 16), "16-byte aligned array"),
+        ("down", weights.down[:1], r"weights.down must have shape \(2, 16, 32\), got \(1, 16, 32"),
+        ("down", weights.down.astype(np.float32), "weights.down must be bfloat16 or uint16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hopper_mxfp8.hold_weights(workspace, weights._replace(**{name: array}))
+    monkeypatch.setattr(type(cupy.cuda.get_current_stream()), "is_capturing", lambda self: True)
+    with pytest.raises(RuntimeError, match="hold_weights must run before a capture"):
+        hopper_mxfp8.hold_weights(workspace, weights)
+    portable = DeviceWorkspace(workspace.config, workspace.heap, 4, path="portable")
+    with pytest.raises(ValueError, match="workspace must run moe_forward_mxfp8, got one that runs"):
+        hopper_mxfp8.hold_weights(portable, weights)
+    assert not hopper_mxfp8._held(workspace)
+    workspace.close()
+    with pytest.raises(ValueError, match="workspace is closed"):
+        hopper_mxfp8.hold_weights(workspace, weights)

@@ -57,7 +57,7 @@ def device() -> Iterator[None]:
             mock.patch.object(hopper, "ForwardKernel", one_cta),
             mock.patch.object(hopper_mxfp8, "num_ctas", lambda workspace: 1),
             mock.patch.object(hopper_backward, "_num_multiprocessors", lambda: 1),
-            mock.patch.object(hopper_backward, "_wgrad_name", lambda layer: "moe_wgrad_hopper"),
+            mock.patch.object(hopper_backward, "_wgrad_name", lambda *blocks: "moe_wgrad_hopper"),
             mock.patch.object(gpu_layer, "_hopper_refusal", lambda config: ""),
         ]
         for patch in patches:
@@ -102,6 +102,11 @@ def test_forward_in_any_order(name: str, seed: int, device: None) -> None:
     with np.errstate(all="ignore"):
         expected = edges.canonical(edges.reference_y(config, inputs))
     assert_bitwise_equal(edges.canonical(device_y(config, inputs)), expected, name)
+
+
+def test_a_forward_with_other_weights_lets_go_of_held_ones(device: None) -> None:
+    config = MoEConfig(**SIZES)
+    edges.check_a_forward_between_held_ones(config, edges.edge_inputs(config, "plain", 20))
 
 
 @pytest.mark.parametrize("save", ["all", "none"])

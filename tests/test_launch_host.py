@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,72 @@ def test_the_same_arrays_are_prepared_once_and_others_anew(monkeypatch) -> None:
 
 
 @needs_compiler
+def test_every_recording_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that stamp their tasks are other kernels: a step that was prepared without them is
+    prepared again, once per recording, and serves unchanged when none is on."""
+    from mok_ref.gpu import portable, schedule, trace
+
+    config, inputs = make_case("one_rank")
+    made: list[int] = []
+    loaded: list[int] = []
+    warm_up = portable.warm_up
+
+    class Counted(Launch):
+        __slots__ = ()
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            made.append(1)
+            super().__init__(*arguments, **options)
+
+    def counted_warm_up(workspace: Any) -> None:
+        loaded.append(1)
+        warm_up(workspace)
+
+    def work(heap):
+        monkeypatch.setattr(schedule, "Launch", Counted)
+        monkeypatch.setattr(portable, "warm_up", counted_warm_up)
+        workspace = DeviceWorkspace(config, heap, 40, path="portable")
+        x, *others = (None if a is None else a for a in rank_arguments(config, inputs, 0))
+        x, others = (
+            layer.on_device(x),
+            [
+                *map(layer.on_device, others[:2]),
+                type(others[2])(*map(layer.on_device, others[2])),
+                None,
+            ],
+        )
+        dy, results, counts = layer.on_device(rank_dy(inputs, 0)), [], []
+
+        def run() -> None:
+            made.clear()
+            loaded.clear()
+            results.append(step(config, heap, workspace, x, others, dy))
+            counts.append((len(made), len(loaded)))
+
+        run()
+        run()
+        for _ in range(2):
+            with trace.recording():
+                run()
+                run()
+            run()
+        _, context = layer.forward(config, heap, x, *others, workspace, "all")
+        with trace.recording():  # a backward within it records, whenever its forward was
+            made.clear()
+            layer.backward(context, dy)
+            assert made
+        return results, counts
+
+    results, counts = on_one_rank(work)
+    new, old = counts[0], (0, 0)
+    assert new[0] > 0 and new[1] == 1
+    assert counts == [new, old, new, old, old, new, old, old]
+    for result in results:
+        for name, value in reference(config, inputs)[0].items():
+            assert_bitwise_equal(result[name], value, name)
+
+
+@needs_compiler
 def test_arrays_that_are_not_aligned_are_copied() -> None:
     """Kernels load 16 bytes at a time; a view may begin anywhere."""
     config, inputs = make_case("one_rank")
@@ -133,3 +200,32 @@ def test_one_rank_alone_pulls_from_the_callers_array() -> None:
 
     for buffer in on_one_rank(work):
         assert (buffer == 0xFFFF).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bf16", "mxfp8"])
+def test_an_address_with_other_rows_is_another_step(dtype: str) -> None:
+    """Arrays die and others take their addresses: shapes tell their launches apart."""
+    config, inputs = make_case("one_rank")
+    config = replace(config, dtype=dtype)
+    counts = (40, 23, 40)
+
+    def work(heap):
+        import cupy
+
+        workspace = DeviceWorkspace(config, heap, 40, path="portable")
+        x, ids, weights, experts, _ = rank_arguments(config, inputs, 0)
+        rooms = [cupy.asarray(as_host(a)) for a in (x, ids, weights, rank_dy(inputs, 0))]
+        experts = type(experts)(*(cupy.asarray(as_host(w)) for w in experts))
+        results = []
+        for count in counts:
+            x, ids, weights, dy = (room[:count] for room in rooms)
+            results.append(step(config, heap, workspace, x, (ids, weights, experts, None), dy))
+        assert len(workspace.steps) == 2
+        return results
+
+    actual = on_one_rank(work)
+    for count, found in zip(counts, actual, strict=True):
+        parts = {name: getattr(inputs, name)[:count] for name in ("x", "ids", "weights", "dy")}
+        for name, value in reference(config, inputs._replace(**parts, counts=(count,)))[0].items():
+            assert_bitwise_equal(found[name], value, f"{count} {name}")

@@ -219,11 +219,12 @@ def test_router_share_is_added_last() -> None:
     case = make_case(SIZES["plain"], 10)
     config, heap = case.config(1), single_heap()
     seen = []
-    share = as_values(make_case(SIZES["plain"], 11).x)
+    bits = make_case(SIZES["plain"], 11).x
+    share = as_values(bits)
 
     def router(d_topk_weights: np.ndarray) -> np.ndarray:
         seen.append(d_topk_weights)
-        return share
+        return bits
 
     results = []
     for router_share in (None, router):

@@ -232,7 +232,7 @@ def test_plan_and_report_from_the_command_line(tmp_path, capsys):
     code, out, _ = run(arguments, capsys)
     assert code == 0 and "What breaks first" in out and plan.is_file() and trace.is_file()
     code, out, _ = run(["report", str(plan)], capsys)
-    assert code == 0 and (tmp_path / "p.html").is_file()
+    assert code == 0 and (tmp_path / "p.report.html").is_file()
 
 
 @pytest.mark.parametrize(

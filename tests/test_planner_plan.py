@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ import pytest
 
 from mok_ref.config import MoEConfig
 from mok_ref.planner import make_plan, parse_plan, plan_text
+from mok_ref.planner.choice import Choice
 from mok_ref.planner.hardware import load_hardware
 from mok_ref.planner.models import load_model
-from mok_ref.planner.plan import make_question, moe_config_options
+from mok_ref.planner.plan import make_question, moe_config_options, sharding_text
 from mok_ref.planner.reasons import WARNING
 from mok_ref.planner.search import Question, parse_routing, search, splits, workload_for
 from mok_ref.planner.skew import first_break, skew_report
@@ -270,7 +272,7 @@ def test_every_file_written_is_named(tmp_path, capsys):
     for name in names.values():
         assert str(tmp_path / name) in shown.err and (tmp_path / name).is_file()
     assert run_command("report", str(tmp_path / "p.json"), "--json") == (0, None)
-    assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "p.html")}
+    assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "p.report.html")}
 
 
 def test_a_plan_that_does_not_fit_has_exit_status_1(capsys):
@@ -279,3 +281,47 @@ def test_a_plan_that_does_not_fit_has_exit_status_1(capsys):
         None,
     )
     assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_one_rank_hides_nothing(gpus):
+    text = plan_text(make_plan("tiny-litters", "h200", 512, gpus, ep_size=gpus, num_simulated=1))
+    table = text.partition("communication hidden")[2].partition("Memory")[0]
+    assert ("link share: bytes" in table) == (gpus > 1)
+    end = r"\d+% +\d+%$" if gpus > 1 else r"- +-$"
+    assert len(re.findall(rf"(?:forward|backward) .*% +{end}", table, re.MULTILINE)) == 2
+    assert ("communication is hidden" in text.replace("\n    ", " ")) == (gpus > 1)
+
+
+@pytest.mark.parametrize(
+    ("dp", "sharding", "text"),
+    [
+        (1, "none", "none"),
+        (1, "gradients", "gradients, optimizer: experts one copy, rest over 4 GPUs"),
+        (3, "optimizer", "optimizer: experts over 3, rest over 12 GPUs"),
+    ],
+)
+def test_sharding_in_words(dp, sharding, text):
+    assert sharding_text(Choice(4, dp_size=dp, sharding=sharding)) == text
+    assert sharding_text(Choice(1, sharding="optimizer")) == "nothing to share: one GPU"
+
+
+def test_a_plan_that_fills_the_memory_warns():
+    """The same plan on a machine of hardly more memory than it needs, and of plenty."""
+    machine = load_hardware("h200").with_gpus(8)
+    need = make_plan("tiny-litters", machine, 512, num_simulated=1).memory["total"]
+    for room, is_tight in ((1.01, True), (2.0, False)):
+        roomy = replace(machine, memory_bytes=need * room)
+        made = make_plan("tiny-litters", roomy, 512, num_simulated=1)
+        assert made.memory["fits"]
+        warned = [r for r in made.reasons if r.startswith(f"{WARNING} beside the reserve only")]
+        assert len(warned) == is_tight
+        assert "a reserve for the driver's context" in "".join(made.reasons)
+        assert "GB of it a reserve; " in plan_text(made)
+
+
+def test_a_bound_is_explained_by_times():
+    made = make_plan("tiny-litters", "gb300-nvl72", 4096, 8, ep_size=8, num_simulated=1)
+    (bound,) = [reason for reason in made.reasons if reason.startswith("forward is bound")]
+    assert re.match(r"forward is bound by \w+ \([\d.]+ ms, (products|links) [\d.]+ ms\)", bound)
+    assert "of their nominal 900 GB/s, of which rows reach" in bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +135,109 @@ def test_a_stored_cluster_size_reaches_the_kernel(cache: Path) -> None:
         assert sizes_of_a_workspace(named, 64) == (1, 1, 1, 1)
 
 
-@pytest.mark.parametrize("size", [0, 3, "2", None, [2]])
-def test_a_damaged_cluster_size_is_ignored(cache: Path, size: Any) -> None:
-    key = store_tuning(CONFIG, "host", 64, Tried(128, 256, 1.0, 1))
+DAMAGED = {
+    "no UTF-8": b"\xff\xfe\x00",
+    "deep nesting": b"[" * 200_000,
+    "an integer of 5000 digits": b'{"schema":"mok_ref.tuning/1","entries":{"a":'
+    + b"9" * 5000
+    + b"}}",
+    "a list": b"[1]",
+    "entries as a list": b'{"schema":"mok_ref.tuning/1","entries":[1]}',
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=list(DAMAGED))
+def test_a_damaged_file_is_empty_and_is_repaired(cache: Path, content: bytes) -> None:
+    cache.write_bytes(content)
+    assert tuning.tuned(CONFIG, "cpu", 64) == CONFIG
+    assert tuning.tuned_cluster_size(CONFIG, "cpu", 64) == 1
+    store_tuning(CONFIG, "cpu", 64, Tried(128, 256, 1.0, 1))
+    assert tuning.tuned(CONFIG, "cpu", 64).macrobatch == 256
+
+
+WRONG_SIZES: list[dict[str, Any]] = [
+    *({"cluster_size": size} for size in (0, 3, "2", None, [2], 2.0, True, 1 << 80)),
+    *({"minibatch": size} for size in ("128", 128.0, True, None, -128, 0, 100, [128], {}, 384)),
+    *({"macrobatch": size} for size in ("256", 256.0, None, 64, 1 << 40, 2**100, float("inf"))),
+    {"minibatch": 1 << 40, "macrobatch": 1 << 40},
+    {"minibatch": 896, "macrobatch": 896},  # the layer has at most 768 rows
+    {"minibatch": 128, "macrobatch": 896},
+    {"minibatch": None, "macrobatch": None},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_SIZES, ids=str)
+def test_an_entry_that_is_no_sizes_is_ignored(cache: Path, wrong: dict[str, Any]) -> None:
+    key = store_tuning(CONFIG, "cpu", 64, Tried(128, 256, 1.0, 1, cluster_size=2))
+    assert tuning.tuned_cluster_size(CONFIG, "cpu", 64) == 2
     table = json.loads(cache.read_text())
-    table["entries"][key]["cluster_size"] = size
+    table["entries"][key] |= wrong
     cache.write_text(json.dumps(table))
-    with host_cuda_device():
-        assert tuning.tuned_cluster_size(CONFIG, "cuda", 64) == 1
+    assert tuning.tuned(CONFIG, "cpu", 64) == CONFIG
+    assert tuning.tuned_cluster_size(CONFIG, "cpu", 64) == 1
+
+
+def test_what_tune_would_measure_is_taken() -> None:
+    assert tuning.most_rows(CONFIG, 64) == 768
+    for config in (CONFIG, MoEConfig(64, 32, 3, 1), MoEConfig(64, 32, 128, 8, ep_size=8)):
+        for tokens in (1, 64, 65, 4096):
+            rows = tuning.most_rows(config, tokens)
+            found = candidates(config, tokens, "cpu", None)
+            assert all(tuning.are_sizes(candidate, rows) for candidate in found)
+
+
+@pytest.mark.parametrize("pair", [(100, 200), (128, 200), (1024, 1024), (128.0, 256), (0, 0)])
+def test_sizes_that_the_layer_would_not_take_are_refused(pair: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sizes must be pairs of multiples of 128"):
+        tuning.tune(CONFIG, 64, sizes=[pair], path=tmp_path / "tuning.json")
+
+
+WRITERS, ENTRIES = 4, 10
+
+
+def store_several(path: Path, writer: int) -> None:
+    for entry in range(ENTRIES):
+        config = MoEConfig(64, 32 * (1 + writer * ENTRIES + entry), 8, 2)
+        store_tuning(config, "cpu", 64, Tried(128, 256, 1.0, 1), path)
+
+
+@pytest.mark.skipif(tuning.fcntl is None, reason="this system has no file locks")
+def test_processes_that_store_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=store_several, args=(path, i)) for i in range(WRITERS)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(120)
+    assert [writer.exitcode for writer in writers] == [0] * WRITERS
+    assert len(tuning.read_tuning(path)) == WRITERS * ENTRIES
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["tuning.json", "tuning.json.lock"]
+
+
+@pytest.mark.skipif(tuning.fcntl is None, reason="this system has no file locks")
+def test_the_wait_for_a_lock_ends(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    with (
+        tuning.locked(path),
+        pytest.raises(RuntimeError, match=r"tuning.json.lock must be free, another process"),
+        tuning.locked(path, 0.05),
+    ):
+        pass
+    with tuning.locked(path, 0.05):  # free again
+        pass
+
+
+@pytest.mark.parametrize("name", ["file/tuning.json", "folder"])
+def test_a_store_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(tuning, "LayerTimer", None)  # nothing is measured
+    with pytest.raises(ValueError, match="tuning file") as error:
+        tuning.tune(CONFIG, 64, path=tmp_path / name)
+    assert "\n" not in str(error.value)
 
 
 def test_inputs_of_the_timer() -> None:

@@ -9,13 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mok_ref.planner.measurements import h200_rows, kernel_rows, published_rows, workload_of
+from mok_ref.planner.measurements import (
+    h200_rows,
+    kernel_rows,
+    published_rows,
+    unread_reports,
+    workload_of,
+)
 from mok_ref.planner.stages import FITTED, KernelConstants, fitted_constants
 from mok_ref.planner.validity import (
     Compared,
     compare_all,
     fit_constants,
     held_out_error,
+    main,
     summary_lines,
     validity_page,
 )
@@ -203,6 +210,65 @@ def test_reports_of_the_bench_command_are_read(tmp_path):
     assert kernel_rows(written(tmp_path, table)) == []
 
 
+MXFP8 = {
+    "device": DEVICE,
+    "rows": [
+        {"case": "qwen3", "tokens": 8192, "hidden": 2048, "intermediate": 768, "experts": 128,
+         "top_k": 8, "differing": 0,
+         "ms": {"mxfp8 kernel": 1.5, "bf16 kernel": 1.1, "bf16 step": 1.2, "mxfp8 step": 2.6,
+                "mxfp8 step, weights held": 1.7}},
+    ],
+}  # fmt: skip
+
+
+def test_the_report_of_mxfp8_beside_bf16_is_read(tmp_path):
+    found = kernel_rows(written(tmp_path, MXFP8))
+    assert {r.group for r in found} == {"kernel, MXFP8"}
+    assert {(r.what, r.dtype, r.extra.get("weights"), r.ms, r.role) for r in found} == {
+        ("forward kernel", "mxfp8", None, 1.5, "fit"),
+        ("forward kernel", "bf16", None, 1.1, "context"),
+        ("forward", "bf16", None, 1.2, "context"),
+        ("forward", "mxfp8", "not held", 2.6, "fit"),
+        ("forward", "mxfp8", "held", 1.7, "fit"),
+    }
+    wrong = {**MXFP8, "rows": [{**MXFP8["rows"][0], "differing": 3}]}
+    assert kernel_rows(written(tmp_path, wrong)) == []
+
+
+def test_mxfp8_rows_that_were_not_fitted_are_within_15_percent(fitted, kernel):
+    items = compare_all(fitted_constants(), fitted["machines"], kernel, {"kernel, MXFP8"})
+    held_out = errors(items, "kernel, MXFP8", "held out")
+    assert len(held_out) >= 15
+    assert np.median(held_out) <= 0.15 and max(held_out) <= 0.30
+    old = KernelConstants(**{**fitted["constants"], "dequantise_share": 1.15})
+    items = compare_all(old, fitted["machines"], kernel, {"kernel, MXFP8"})
+    before = errors(items, "kernel, MXFP8", "held out", lambda row: row.rows >= 1 << 14)
+    assert np.median(before) > 0.10  # what was assumed before anything was measured
+
+
+def test_reports_that_give_no_row_are_named(tmp_path, capsys):
+    written(tmp_path, MXFP8)
+    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"case": "x", "seconds": 1.0}]}))
+    assert unread_reports(tmp_path.glob("*.json")) == ["other.json"]
+    page = tmp_path / "page.md"
+    assert main(["--results", str(tmp_path), "--output", str(page)]) == 0
+    assert "no row from: other.json" in capsys.readouterr().err
+    text = page.read_text(encoding="utf-8")
+    assert "than the reference): other.json." in text
+    assert "## MXFP8 experts on one GPU" in text and "| kernel, MXFP8 | fit | 3 |" in text
+
+
+def test_one_name_is_one_shape(kernel):
+    """Where a case is on the page under one name, its matrices are the same everywhere."""
+    shapes: dict[str, set] = {}
+    for row in [*kernel, *h200_rows()]:
+        experts = row.num_experts // row.ranks if row.case == "dsv3-rank" else row.num_experts
+        sizes = (row.hidden_size, row.intermediate_size, experts, row.top_k)
+        shapes.setdefault(row.case, set()).add(sizes)
+    assert {name for name, found in shapes.items() if len(found) > 1} == set()
+    assert shapes["dsv3-rank"] == {(7168, 2048, 4, 8)}
+
+
 def test_measured_kernel_rows_enter_the_table(tmp_path, fitted):
     rows = [{**ROW, "ms_ours": 0.2, "bits_ok": True}]
     kernel = kernel_rows(written(tmp_path, {"device": DEVICE, "rows": rows}))
@@ -214,7 +280,7 @@ def test_measured_kernel_rows_enter_the_table(tmp_path, fitted):
 
 def test_a_wrong_results_file_is_refused(tmp_path):
     bad = {key: value for key, value in ROW.items() if key != "H"}
-    with pytest.raises(ValueError, match=r"run\.json: row without H"):
+    with pytest.raises(ValueError, match=r"run\.json: rows\[0\]: row without H"):
         kernel_rows(written(tmp_path, {"rows": [{**bad, "ms_ours": 1.0}]}))
     assert kernel_rows(written(tmp_path, {"something": "else"})) == []
 
@@ -277,7 +343,7 @@ def test_of_two_reports_the_newer_counts(tmp_path):
 
 
 def test_rows_of_mxfp8_fit_what_expansion_costs(kernel):
-    plain = [row for row in kernel if row.role == "fit"]
+    plain = [row for row in kernel if row.role == "fit" and row.group == "kernel"]
     slower = [replace(row, dtype="mxfp8", ms=2 * row.ms) for row in plain if row.what == "forward"]
     fitted = fit_constants([*plain, *slower])
     assert 1.5 < fitted.dequantise_share < 4.0

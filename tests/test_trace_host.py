@@ -17,6 +17,7 @@ from gpu.host_cuda import compiler as host_compiler
 from host_cupy import host_cuda_device
 
 from mok_ref import cli
+from mok_ref.casefile import read_npz
 from mok_ref.config import MoEConfig
 from mok_ref.gpu import compiler, recorded_run, trace
 from mok_ref.gpu.compiler import load_kernel  # the stand-in replaces the module's
@@ -172,12 +173,16 @@ def test_kernels_without_the_macro_have_no_trace(kernels: HostKernels) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("first_rank", -1, "first_rank must be >= 0, got -1"),
-        ("num_ranks", 0, "num_ranks must be >= 1, got 0"),
-        ("capacity", 0, "capacity must be >= 1, got 0"),
+        ("first_rank", -1, "first_rank must be an integer in 0..65535, got -1"),
+        ("num_ranks", 0, "num_ranks must be an integer in 1..65536, got 0"),
+        ("num_ranks", 70000, "num_ranks must be an integer in 1..65536, got 70000"),
+        ("capacity", 0, "capacity must be an integer in 1..2147483647, got 0"),
+        ("capacity", 1.5, "capacity must be an integer in 1..2147483647, got 1.5"),
+        ("capacity", True, "capacity must be an integer in 1..2147483647, got True"),
+        ("capacity", 2**40, "capacity must be an integer in 1..2147483647, got 1099511627776"),
     ],
 )
-def test_bad_sizes_are_refused(name: str, value: int, message: str) -> None:
+def test_bad_sizes_are_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trace.Recorder(**{"first_rank": 0, "num_ranks": 1, "capacity": 1} | {name: value})
 
@@ -204,6 +209,17 @@ def test_only_kernels_with_stamps_are_compiled_anew(monkeypatch: pytest.MonkeyPa
         compiler._loaded_kernel.cache_clear()
     assert (traced[2], plain[2], after[2]) == (("MOK_TRACE=1",), (), ())
     assert len(attached) == 1
+
+
+def test_recording_is_not_switched_on_within_itself() -> None:
+    with trace.recording() as outer:
+        number = compiler.recording_number()
+        with pytest.raises(RuntimeError, match="recording is on"), trace.recording():
+            pytest.fail("went in")
+        assert compiler._recorder is outer and compiler.recording_number() == number > 0
+    assert compiler._recorder is None and compiler.recording_number() == 0
+    with trace.recording():
+        assert compiler.recording_number() > number
 
 
 def test_headers_are_found_through_other_headers() -> None:
@@ -339,6 +355,10 @@ def test_a_run_without_stamps_says_so(tmp_path: Path) -> None:
             ["--device", "cuda", "--trace", "no/where/t.json"],
             "--trace must lie in a folder that can be written to",
         ),
+        (
+            ["--device", "cuda", "--path", "portable", "--trace", "t.json", "--save-input=s.npz"],
+            "--trace must go with --path auto or hopper, got path 'portable'",
+        ),
     ],
 )
 def test_the_option_is_checked_before_any_work(
@@ -353,3 +373,23 @@ def test_the_option_is_checked_before_any_work(
         cli.main(["run", *arguments])
     assert done.value.code == 2
     assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_are_kept_where_nothing_could_be_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--path auto on a GPU without the Hopper kernels."""
+    if host_compiler() is None:
+        pytest.skip("no C++ compiler to build the kernels for the CPU")
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--tokens", "8", "--hidden", "16", "--intermediate", "16", "--experts", "2"]
+    files = ["--trace", "t.json", "--output", "o.npz", "--save-input", "s.npz"]
+    with pytest.raises(SystemExit) as done:
+        cli.main(["run", "--device", "cuda", *sizes, *files])
+    printed = capsys.readouterr()
+    assert done.value.code == 2
+    assert printed.err.splitlines()[-1].startswith("error: --trace found nothing to record")
+    assert "results written to o.npz" in printed.out and "trace written" not in printed.out
+    assert read_npz(Path("o.npz"))["digest"].item() in printed.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["o.npz", "s.npz"]

@@ -19,6 +19,7 @@ from mok_ref import (
     moe_forward,
 )
 from mok_ref.heap import LocalWorld
+from mok_ref.numerics import as_values
 from mok_ref.testing import random_bf16
 
 GOOD = dict(hidden_size=48, intermediate_size=24, num_experts=6, top_k=3)
@@ -312,6 +313,25 @@ def test_backward_takes_a_context_and_a_function() -> None:
         moe_backward(context, CASE.dy, router_share=7)
     with pytest.raises(ValueError, match=r"^dy must be bfloat16 or uint16, got NoneType$"):
         moe_backward(context, None)
+
+
+@pytest.mark.parametrize(
+    ("share", "got"),
+    [
+        (lambda x: as_values(x), r"float32 \(\d+, 48\)"),
+        (lambda x: x[:3], r"bfloat16 \(3, 48\)"),
+        (lambda x: x[:1], r"bfloat16 \(1, 48\)"),
+        (lambda x: x.view(np.int16), r"int16 \(\d+, 48\)"),
+        (lambda x: x.tolist(), "list"),
+        (lambda x: None, "NoneType"),
+    ],
+)
+def test_what_router_share_returns(share: Any, got: str) -> None:
+    _, context = call()
+    shape = rf"\({len(CASE.x)}, 48\)"
+    rule = rf"^router_share must return bfloat16 or uint16 of shape {shape}, got {got}$"
+    with pytest.raises(ValueError, match=rule):
+        moe_backward(context, CASE.dy, router_share=lambda d_topk_weights: share(CASE.x))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES, BenchCase
+from mok_ref.bench.report_files import write_whole
 from mok_ref.bench.timing import Protocol
 
 EXPERIMENTS = ("save", "ranks", "around", "growth")
@@ -14,7 +16,8 @@ the cost."""
 
 def parse_sizes(text: str) -> list[BenchCase | str]:
     """Cases and experiments in the order of comma-separated words: names of cases, "table",
-    "small", "all", TxHxIxExK, any of them with ":mxfp8"; "mxfp8" (the table's cases); EXPERIMENTS.
+    "small", "all", TxHxIxExK, any of them with ":bf16" or ":mxfp8"; "mxfp8" (the table's cases);
+    EXPERIMENTS. What is named twice comes once.
 
     Raises: ValueError.
     """
@@ -23,14 +26,13 @@ def parse_sizes(text: str) -> list[BenchCase | str]:
         if word in EXPERIMENTS:
             chosen.append(word)
             continue
-        name, _, dtype = word.partition(":")
-        found = _parse_case("table" if name == "mxfp8" else name)
-        if not found or dtype not in ("", "bf16", "mxfp8"):
+        name, colon, dtype = ("table", ":", "mxfp8") if word == "mxfp8" else word.partition(":")
+        found = _parse_case(name)
+        if not found or (colon and dtype not in ("bf16", "mxfp8")):
             known = ", ".join((*_GROUPS, "mxfp8", *CASES, *EXPERIMENTS))
-            raise ValueError(f"cases must be of {known} or TxHxIxExK[:mxfp8], got {word!r}")
-        is_mxfp8 = "mxfp8" in (name, dtype)
-        chosen += [case.as_mxfp8() for case in found] if is_mxfp8 else found
-    return chosen
+            raise ValueError(f"cases must be of {known} or TxHxIxExK[:mxfp8], got {word[:40]!r}")
+        chosen += [case.as_mxfp8() for case in found] if dtype == "mxfp8" else found
+    return list(dict.fromkeys(chosen))
 
 
 _GROUPS = {"table": TABLE_CASES, "small": SMALL_CASES, "all": TABLE_CASES + SMALL_CASES}
@@ -38,13 +40,12 @@ _GROUPS = {"table": TABLE_CASES, "small": SMALL_CASES, "all": TABLE_CASES + SMAL
 
 def _parse_case(word: str) -> list[BenchCase]:
     """Cases of one word; none if it says nothing."""
-    sizes = word.split("x")
     if word in _GROUPS:
         return [CASES[name] for name in _GROUPS[word]]
     if word in CASES:
         return [CASES[word]]
-    if len(sizes) == 5 and all(size.isdecimal() and int(size) > 0 for size in sizes):
-        tokens, hidden, inner, experts, top_k = map(int, sizes)
+    if re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8}){4}", word):
+        tokens, hidden, inner, experts, top_k = map(int, word.split("x"))
         return [BenchCase(word, tokens, hidden, inner, experts, top_k)]
     return []
 
@@ -85,13 +86,6 @@ def bench_on_cpu(
     print_bench(timings, as_json)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Under a temporary name, then renamed."""
-    partial = path.with_suffix(".part")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def bench_cuda(
     cases: str = "table",
     directions: str = "forward,backward",
@@ -102,15 +96,11 @@ def bench_cuda(
     bursts: int = 5,
 ) -> bool:
     """Run, print, write; False when a bit differed."""
-    from mok_ref.heap.cuda_device import import_cupy
+    from mok_ref.bench.entry import require_gpu
 
-    import_cupy()  # without a GPU that is what to say first
-    try:
-        import torch
-    except ImportError as error:
-        raise ValueError(
-            "bench --device cuda times torch beside this layer: pip install torch"
-        ) from error
+    require_gpu("bench --device cuda")
+    import torch
+
     from mok_ref.bench.gpu import BenchReport, bench_case, device_facts, print_report
     from mok_ref.bench.variants import run_experiment
 

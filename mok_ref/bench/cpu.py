@@ -55,10 +55,10 @@ def multiply_adds(size: RandomCase) -> int:
 
 
 def bench_cpu(sizes: str, ranks: list[int], repeats: int, backward: bool) -> list[CpuTiming]:
-    """Time every size on every number of ranks that divides its experts."""
+    """Time every size, each once, on every number of ranks that divides its experts."""
     if repeats < 1:
         raise ValueError(f"repeats must be >= 1, got {repeats}")
-    chosen = [(name, parse_size(name)) for name in sizes.split(",")]
+    chosen = [(name, parse_size(name)) for name in dict.fromkeys(sizes.split(","))]
     for name, size in chosen:
         if all(size.num_experts % r for r in ranks):
             raise ValueError(

@@ -55,14 +55,17 @@ class BenchReport:
     ceilings: dict[str, float] = field(default_factory=dict)  # of the growth's model
 
     def to_json(self) -> str:
+        """What mok_ref/bench/page.py reads."""
         return json.dumps(asdict(self), indent=1)
 
 
 def device_facts() -> dict[str, str]:
-    """GPU, driver, date: what a figure is worth nothing without."""
+    """GPU, driver, date, kernels: what a figure is worth nothing without."""
     import datetime
 
     import cupy
+
+    from mok_ref.bench.entry import kernels_name
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     version = cupy.cuda.runtime.driverGetVersion()
@@ -71,6 +74,7 @@ def device_facts() -> dict[str, str]:
         "driver": _driver_version(),
         "cuda": f"{version // 1000}.{version % 1000 // 10}",
         "date": datetime.date.today().isoformat(),
+        "kernels": kernels_name(),
     }
 
 
@@ -131,6 +135,7 @@ class OurLayer:
         self.context: Any = None
 
     def forward(self, save: str) -> Any:
+        """y; the context stays for `backward`."""
         from mok_ref.layer import moe_forward
 
         with torch_stream():
@@ -171,6 +176,7 @@ class OurLayer:
         self.heap.check()
 
     def close(self) -> None:
+        """Give the workspace back when the device has finished."""
         self.synchronize()
         self.workspace.close()
 

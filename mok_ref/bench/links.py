@@ -234,6 +234,7 @@ def time_together(
 
 
 def num_multiprocessors() -> int:
+    """Of the current device."""
     import cupy
 
     return int(cupy.cuda.Device().attributes["MultiProcessorCount"])

@@ -15,13 +15,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mok_ref.bench.cases import CASES, BenchCase, routes
 from mok_ref.bench.links import BOTH, LinkBench, num_multiprocessors, rows_of
+from mok_ref.bench.timing import launches_ms
 
 BF16_CASES = (CASES["qwen3"], BenchCase("dsv3", 4096, 7168, 2048, 256, 8))
 LAYER_CASES = {c.name: c for c in (*BF16_CASES, *(case.as_mxfp8() for case in BF16_CASES))}
@@ -108,27 +108,18 @@ def time_calls(
 ) -> dict[str, float]:
     """Median milliseconds on the slowest rank: rounds in which the contenders follow each other in
     one random order, the same everywhere; calls queued, measured one by one with events."""
-    import torch
-
     rng = np.random.default_rng(0)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(ROUNDS + 1):
         for name in rng.permutation(list(calls)):
             prepare(name)
             heap.host_barrier("timing")
-            for _ in range(WARM):
-                calls[name]()
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(PER_ROUND + 1)]
-            marks[0].record()
-            for mark in marks[1:]:
-                calls[name]()
-                mark.record()
-            torch.cuda.synchronize()
+            times = launches_ms(calls[name], PER_ROUND, warm=WARM)
             if number:  # the first round warms everything up
-                samples[name] += [a.elapsed_time(b) for a, b in pairwise(marks)]
+                samples[name] += times
     prepare(OURS)
     heap.check()
-    return {name: slowest(float(np.median(times))) for name, times in samples.items()}
+    return {name: slowest(float(np.median(found))) for name, found in samples.items()}
 
 
 def bench_layer(

@@ -46,6 +46,7 @@ class NcclAllToAll:
         self.group, self.size = group, size
 
     def milliseconds(self, heap: Any, num_bytes: int, repeats: int = REPEATS) -> float:
+        """Median of one exchange on this rank. Collective."""
         import torch
         import torch.distributed as dist
 

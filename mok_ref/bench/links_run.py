@@ -8,17 +8,31 @@ with fewer ranks than processes all groups of neighbours work at once and the sl
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mok_ref.bench.entry import WordParser, one_line_errors, require_gpu
 from mok_ref.bench.links_layer import LAYER_CASES
+from mok_ref.bench.report_files import write_whole
+from mok_ref.casefile import check_writable
+
+PARTS = ("links", "layers", "bits")
 
 
-def group_sizes(size: int) -> list[int]:
-    """Numbers of ranks, largest first: the job's own and the powers of two that divide it."""
+def group_sizes(size: int, cases: Iterable[str] = ()) -> list[int]:
+    """Numbers of ranks, largest first: the job's own and the powers of two that divide it.
+
+    Each of them divides the experts of every case. Raises: ValueError if the job's own does not.
+    """
+    for name in cases:
+        experts = LAYER_CASES[name].num_experts
+        if experts % size:
+            raise ValueError(
+                f"the number of processes must divide the {experts} experts of {name}, got {size}"
+            )
     smaller = [1 << i for i in range(size.bit_length()) if 1 << i < size and size % (1 << i) == 0]
     return [size, *reversed(smaller)]
 
@@ -46,7 +60,6 @@ def run(cases: list[str], output: Path | None, parts: set[str], timeout_s: float
     from mok_ref.bench.links import bench_links
     from mok_ref.bench.links_layer import bench_layer, check_layer, free_memory
     from mok_ref.bench.links_peers import NcclAllToAll, torch_groups
-    from mok_ref.gpu.compiler import source_digest
     from mok_ref.heap.cuda_ipc import CudaIpcHeap
 
     comm = MPI.COMM_WORLD
@@ -55,7 +68,7 @@ def run(cases: list[str], output: Path | None, parts: set[str], timeout_s: float
     cupy.cuda.Device(device).use()
     torch.cuda.set_stream(torch.cuda.Stream())
     torch_stream().use()
-    report = new_report(device_facts() | {"kernels": source_digest()[:12]}, comm.size)
+    report = new_report(device_facts(), comm.size)
 
     def slowest(value: float) -> float:
         return float(comm.allreduce(value, op=MPI.MAX))
@@ -64,7 +77,7 @@ def run(cases: list[str], output: Path | None, parts: set[str], timeout_s: float
         for bits in ("bits", "links_check"):
             report[bits] = {k: v for part in comm.allgather(report[bits]) for k, v in part.items()}
         if output is not None and comm.rank == 0:
-            output.write_text(json.dumps(report, indent=1) + "\n")
+            write_whole(output, json.dumps(report, indent=1) + "\n")
 
     sizes = group_sizes(comm.size)
     groups = torch_groups(comm, sizes)
@@ -90,18 +103,35 @@ def run(cases: list[str], output: Path | None, parts: set[str], timeout_s: float
     return all(bits == "equal" for bits in found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parse(arguments: Sequence[str] | None) -> Any:
+    """The options. Raises: ValueError."""
+    parser = WordParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--cases", default=",".join(LAYER_CASES), help="Names, with commas.")
-    parser.add_argument("--parts", default="links,layers,bits")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--timeout", type=float, default=20.0, help="Seconds of any one wait.")
-    options = parser.parse_args()
-    cases, parts = options.cases.split(","), set(options.parts.split(","))
-    if not set(cases) <= set(LAYER_CASES):
-        raise ValueError(f"cases must be of {', '.join(LAYER_CASES)}, got {options.cases!r}")
-    if not parts <= {"links", "layers", "bits"}:
-        raise ValueError(f"parts must be of links, layers, bits, got {options.parts!r}")
+    options = parser.parse_args(arguments)
+    for name, known in (("cases", LAYER_CASES), ("parts", PARTS)):
+        text = getattr(options, name)
+        if not set(text.split(",")) <= set(known):
+            raise ValueError(f"{name} must be of {', '.join(known)}, got {text!r}")
+    if not options.timeout > 0:
+        raise ValueError(f"timeout must be above 0, got {options.timeout}")
+    if options.output is not None:
+        check_writable(options.output, "--output")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, on every process of the job; status 1 if a bit differed."""
+    from mok_ref.heap.mpi import import_mpi
+
+    with one_line_errors():
+        options = parse(arguments)
+        require_gpu("bench.links_run")
+        cases = list(dict.fromkeys(options.cases.split(",")))
+        parts = set(options.parts.split(","))
+        group_sizes(import_mpi().COMM_WORLD.size, cases if parts & {"layers", "bits"} else ())
     if not run(cases, options.output, parts, options.timeout):
         sys.exit(1)
 

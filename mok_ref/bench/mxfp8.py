@@ -9,7 +9,6 @@ the second writes the tables between the page's markers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -20,6 +19,21 @@ from typing import Any
 import numpy as np
 
 from mok_ref.bench.cases import CASES, BenchCase, routes
+from mok_ref.bench.entry import WordParser, kernels_line, one_line_errors, require_gpu
+from mok_ref.bench.report_files import (
+    COUNT,
+    DEVICE,
+    POSITIVE,
+    Each,
+    ReportKind,
+    Rule,
+    errors_name,
+    one_of,
+    read_report,
+    write_between_markers,
+    write_whole,
+)
+from mok_ref.casefile import check_writable
 from mok_ref.config import MoEConfig
 from mok_ref.experts import ExpertWeights
 
@@ -53,6 +67,7 @@ class Layers:
         self.workspaces: dict[tuple[str, str], Any] = {}
 
     def workspace(self, dtype: str, path: str = "auto") -> Any:
+        """Of one dtype and choice of kernels, made once."""
         from mok_ref.gpu.workspace import DeviceWorkspace
 
         case, key = self.case, (dtype, path)
@@ -93,24 +108,22 @@ class Layers:
             "bf16 kernel": (bf16, hopper._kernel_of(bf16).prepare(params["bf16"])),
         }
 
-        addresses = [int(array.data.ptr) for array in self.weights]
-
         def clear(workspace: Any) -> None:
             workspace.counters.data.memset_async(0, workspace.counters.nbytes, stream)
 
-        def hold(held: list[int]) -> None:
-            hopper_mxfp8._held(ours)[:] = held
+        def hold() -> None:  # quantises at the first of a row of calls alone
+            if not hopper_mxfp8._held(ours):
+                hopper_mxfp8.hold_weights(ours, self.weights)
+
+        release = partial(hopper_mxfp8.release_weights, ours)
 
         found: dict[str, tuple[Callable[[], None], Callable[[], Any]]] = {
             name: (partial(clear, workspace), partial(launch, stream))
             for name, (workspace, launch) in kernels.items()
         }
-        found["bf16 step"] = (partial(hold, []), partial(self.forward, "bf16"))
-        found["mxfp8 step"] = (partial(hold, []), partial(self.forward, "mxfp8"))
-        found["mxfp8 step, weights held"] = (
-            partial(hold, addresses),
-            partial(self.forward, "mxfp8"),
-        )
+        found["bf16 step"] = (release, partial(self.forward, "bf16"))
+        found["mxfp8 step"] = (release, partial(self.forward, "mxfp8"))
+        found["mxfp8 step, weights held"] = (hold, partial(self.forward, "mxfp8"))
         return found
 
 
@@ -211,7 +224,7 @@ def time_table(report: dict[str, Any]) -> str:
         )
         times = " | ".join(f"{ms[c]:.3f}" for c in COLUMNS)
         lines.append(f"| {row['case']} ({sizes}) | {times} | {rates} | {ratios} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", kernels_line(report["device"])])
 
 
 def memory_table(report: dict[str, Any]) -> str:
@@ -219,51 +232,86 @@ def memory_table(report: dict[str, Any]) -> str:
     names = list(report["rows"][0]["memory"])
     lines = [f"| case | {' | '.join(f'{n}, MiB' for n in names)} |", "|---|" + "---|" * len(names)]
     for row in report["rows"]:
+        if list(row["memory"]) != names:
+            raise KeyError(f"memory of {row['case']} must hold {', '.join(names)}")
         cells = [f"{a / 2**20:,.1f} → {b / 2**20:,.1f}" for a, b in row["memory"].values()]
         lines.append(f"| {row['case']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+BYTES = Rule(
+    "two whole numbers >= 0",
+    lambda v: isinstance(v, list) and len(v) == 2 and all(map(COUNT.holds, v)),
+)
+REPORT = ReportKind(
+    made_by="bench.mxfp8",
+    key="rows",
+    shape={
+        "device": DEVICE,
+        "rows": [
+            {
+                "case": one_of(*CASES),
+                **dict.fromkeys(("tokens", "hidden", "intermediate", "experts", "top_k"), COUNT),
+                "flops": POSITIVE,
+                "ms": dict.fromkeys(COLUMNS, POSITIVE),
+                "memory": Each(BYTES),
+            }
+        ],
+    },
+    some_of=("rows",),
+)
 TABLES = {"device times": time_table, "device memory": memory_table}
 
 
-def fill_page(page: Path, report: dict[str, Any]) -> None:
-    """Write the tables between the page's markers.
+def fill_page(page: Path, path: Path) -> None:
+    """Write the tables of the report at `path` between the page's markers.
 
-    Raises: ValueError when a pair of markers is not there exactly once.
+    Raises: ValueError naming the file, and the key that is wrong; or when a pair of markers is not
+    there exactly once; OSError.
     """
-    text = page.read_text(encoding="utf-8")
-    for name, make in TABLES.items():
-        begin, end = f"<!-- begin {name} -->\n", f"\n<!-- end {name} -->"
-        if text.count(begin) != 1 or end not in text.partition(begin)[2]:
-            raise ValueError(f"{page} must have one pair of markers {begin.strip()!r}")
-        head, _, rest = text.partition(begin)
-        text = head + begin + make(report) + end + rest.partition(end)[2]
-    page.write_text(text, encoding="utf-8")
+    report = read_report(path, REPORT)
+    with errors_name(path, REPORT):
+        made = {
+            (f"<!-- begin {name} -->", f"<!-- end {name} -->"): make(report)
+            for name, make in TABLES.items()
+        }
+    write_between_markers(page, made)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure cases, or write the page; 1 if an element differed."""
+    with one_line_errors():
+        return _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> int:
+    parser = WordParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="cases to measure, or with --page the report")
     parser.add_argument("--output", type=Path, help="JSON file of the report")
     parser.add_argument("--page", type=Path, help="page to write the tables into")
     parser.add_argument("--unchecked", action="store_true", help="leave out the comparison")
     options = parser.parse_args(arguments)
     if options.page:
-        fill_page(options.page, json.loads(Path(options.names[0]).read_text(encoding="utf-8")))
+        if len(options.names) != 1:
+            raise ValueError(f"--page needs one report, got {' '.join(options.names) or 'none'}")
+        fill_page(options.page, Path(options.names[0]))
         return 0
+    unknown = [name for name in options.names if name not in CASES]
+    if unknown:
+        raise ValueError(f"cases must be of {', '.join(CASES)}, got {', '.join(unknown)}")
+    if options.output:
+        check_writable(options.output, "--output")
+    require_gpu("bench.mxfp8", with_torch=False)
     from mok_ref.bench.gpu import device_facts
-    from mok_ref.gpu.compiler import source_digest
 
-    report: dict[str, Any] = {"device": device_facts() | {"kernels": source_digest()[:12]}}
-    report["rows"] = []
-    for name in options.names or DEFAULT_CASES:
+    report: dict[str, Any] = {"device": device_facts(), "rows": []}
+    for name in dict.fromkeys(options.names or DEFAULT_CASES):
         report["rows"].append(measure(name, not options.unchecked))
         row = report["rows"][-1]
         times = ", ".join(f"{k} {v:.3f}" for k, v in row["ms"].items())
         print(f"{name}: {row['differing']} of {row['compared']:,} differ; ms: {times}", flush=True)
         if options.output:
-            options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_whole(options.output, json.dumps(report, indent=1) + "\n")
     return 1 if any(row["differing"] for row in report["rows"]) else 0
 
 

@@ -8,15 +8,37 @@ Targets are those the project set itself; a figure below its target is marked.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES
-from mok_ref.bench.growth import ALL_TO_ONE, DIRECTIONS, draw_growth
+from mok_ref.bench.entry import WordParser, is_older, kernels_line, one_line_errors
+from mok_ref.bench.growth import ALL_TO_ONE, AXES, DIRECTIONS, draw_growth
 from mok_ref.bench.growth import BASE as GROWTH_BASE
+from mok_ref.bench.report_files import (
+    BEGIN,
+    COUNT,
+    DEVICE,
+    END,
+    NAME,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    Each,
+    Maybe,
+    ReportKind,
+    Rule,
+    errors_name,
+    one_of,
+    page_with_tables,
+    plain,
+    read_report,
+    write_whole,
+)
+from mok_ref.casefile import check_distinct
+from mok_ref.config import SAVE_MODES
 
 # ratio to dense cuBLAS that a case shall reach at least: forward, backward (bf16 dW), float32 dW
 TARGETS = {
@@ -32,7 +54,36 @@ COLUMNS = (
     ("backward", "mok_ref, bf16 dW", 1),
     ("backward", "mok_ref", 2),
 )
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+ROW = {"case": NAME, "direction": one_of(*DIRECTIONS), "contender": NAME} | {
+    key: POSITIVE
+    for key in ("sustained_ms", "bursts_ms", "tflops", "ratio_sustained", "ratio_bursts")
+}
+SAVING = {"case": NAME, "ring_rows": COUNT, "rows": COUNT, "save": one_of(*SAVE_MODES)}
+SAVING |= {"forward_ms": POSITIVE, "step_ms": POSITIVE, "saved_bytes": COUNT}
+RANK = {"case": NAME, "ranks": COUNT, "direction": one_of(*DIRECTIONS)}
+RANK |= {"ms": POSITIVE, "against_one_rank": POSITIVE}
+RATE = Rule("a number from 1e-9 to 1e18 or null", lambda v: v is None or POSITIVE.holds(v))
+AROUND = {"case": NAME, "kernels": NAME, "us": POSITIVE, "tbytes_per_s": RATE}
+GROWTH = {"axis": one_of(*AXES), "value": NUMBER, "direction": one_of(*DIRECTIONS)}
+GROWTH |= {"ms": POSITIVE, "limit_ms": POSITIVE, "limited_by": one_of("products", "memory")}
+BENCH = ReportKind(
+    made_by="bench --device cuda",
+    key="rows",
+    shape={
+        "device": DEVICE,
+        "rows": [ROW],
+        "bits": Each(TEXT),
+        "host_us": Maybe(Each(POSITIVE)),
+        "host_backward_us": Maybe(Each(POSITIVE)),
+        "bits_note": Maybe(TEXT),
+        "saving": Maybe([SAVING]),
+        "ranks": Maybe([RANK]),
+        "around": Maybe([AROUND]),
+        "growth": Maybe([GROWTH]),
+        "ceilings": Maybe(Each(POSITIVE)),
+    },
+    some_of=("rows", "saving", "ranks", "around", "growth"),
+)
 
 
 def find(report: dict[str, Any], case: str, direction: str, contender: str) -> dict[str, Any]:
@@ -40,7 +91,7 @@ def find(report: dict[str, Any], case: str, direction: str, contender: str) -> d
     for row in report["rows"]:
         if (row["case"], row["direction"], row["contender"]) == (case, direction, contender):
             return row
-    raise KeyError(f"no row of {contender} for {case} {direction}")
+    raise KeyError(f"rows holds none of {contender} for {case} {direction}")
 
 
 def has_row(report: dict[str, Any], case: str, direction: str, contender: str) -> bool:
@@ -54,30 +105,32 @@ def cases_in(report: dict[str, Any], names: tuple[str, ...]) -> list[str]:
     return [name for name in names if all(has_row(report, name, *c[:2]) for c in COLUMNS)]
 
 
-def tables(reports: list[dict[str, Any]], pictures: list[str] | None = None) -> str:
-    """All tables of all reports as Markdown. pictures: of each report's curves, or empty."""
+def tables_of(report: dict[str, Any], picture: str = "") -> str:
+    """All tables of one report as Markdown. picture: file of its curves, or empty.
+
+    Raises: KeyError naming what the report lacks.
+    """
     parts = []
-    for report, picture in zip(reports, pictures or [""] * len(reports), strict=True):
-        facts = report["device"]
-        title = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}, {facts['date']}"
-        parts += [f"### {title}", ""]
-        for dtype in ("", ":mxfp8"):
-            cases = cases_in(report, tuple(name + dtype for name in TABLE_CASES))
-            if cases:
-                parts += [*_targets_table(report, cases), "", *_times_table(report, cases), ""]
-        small = cases_in(report, SMALL_CASES)
-        if small:
-            parts += [*_small_table(report, small), ""]
-        if report.get("saving"):
-            parts += [*_saving_table(report["saving"]), ""]
-        if report.get("ranks"):
-            parts += [*_ranks_table(report["ranks"]), ""]
-        if report.get("around"):
-            parts += [*_around_table(report["around"]), ""]
-        if report.get("growth"):
-            parts += [*_growth_table(report, picture), ""]
-        parts += [*_facts(report), ""]
-    return "\n".join(parts).rstrip()
+    for dtype in ("", ":mxfp8"):
+        cases = cases_in(report, tuple(name + dtype for name in TABLE_CASES))
+        if cases:
+            parts += [*_targets_table(report, cases), "", *_times_table(report, cases), ""]
+    small = cases_in(report, SMALL_CASES)
+    if small:
+        parts += [*_small_table(report, small), ""]
+    if report.get("saving"):
+        parts += [*_saving_table(report["saving"]), ""]
+    if report.get("ranks"):
+        parts += [*_ranks_table(report["ranks"]), ""]
+    if report.get("around"):
+        parts += [*_around_table(report["around"]), ""]
+    if report.get("growth"):
+        parts += [*_growth_table(report, picture), ""]
+    if not parts:
+        raise KeyError("rows holds no case of the table in both directions")
+    facts = report["device"]
+    title = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}, {facts['date']}"
+    return "\n".join([f"### {title}", "", *parts, *_facts(report)]).rstrip()
 
 
 def _saving_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -91,6 +144,8 @@ def _saving_table(rows: list[dict[str, Any]]) -> list[str]:
     ]
     whole = {(r["case"], r["ring_rows"]): r["step_ms"] for r in rows if r["save"] == "all"}
     for row in rows:
+        if (row["case"], row["ring_rows"]) not in whole:
+            raise KeyError(f"saving holds no save=all of {row['case']}, ring {row['ring_rows']}")
         beyond = row["step_ms"] / whole[row["case"], row["ring_rows"]] - 1
         lines.append(
             f"| {row['case']} | {row['ring_rows']} / {row['rows']} | {row['save']} "
@@ -131,7 +186,9 @@ def _around_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _growth_table(report: dict[str, Any], picture: str) -> list[str]:
-    ceilings = report["ceilings"]
+    ceilings = report.get("ceilings", {})
+    if not {"tflops", "tbytes_per_s"} <= set(ceilings):
+        raise KeyError("ceilings must hold tflops and tbytes_per_s where growth holds rows")
     lines = [
         f"How the cost grows, around case {GROWTH_BASE} (dW in bf16). Limit: the larger of "
         f"products at {ceilings['tflops']:.0f} TFLOP/s and compulsory bytes at "
@@ -149,6 +206,8 @@ def _growth_table(report: dict[str, Any], picture: str) -> list[str]:
     for row in report["growth"]:
         points.setdefault((row["axis"], row["value"]), {})[row["direction"]] = row
     for (axis, value), found in points.items():
+        if len(found) < len(DIRECTIONS):
+            raise KeyError(f"growth holds {' '.join(found)} alone at {axis} {value:g}")
         cells = [f"{found[d][key]:.3f}" for d in DIRECTIONS for key in ("ms", "limit_ms")]
         limits = ", ".join(dict.fromkeys(found[d]["limited_by"] for d in DIRECTIONS))
         shown = "all to one" if (axis, value) == ("skew", ALL_TO_ONE) else f"{value:g}"
@@ -241,7 +300,7 @@ def _facts(report: dict[str, Any]) -> list[str]:
         for case in cases_in(report, TABLE_CASES)
     ]
     equal = [case for case, bits in report["bits"].items() if bits == "equal"]
-    lines = []
+    lines = [kernels_line(report["device"])]
     if report["bits"]:
         lines.append(
             f"- Bits against the portable kernels: {len(equal)} of {len(report['bits'])} cases "
@@ -252,39 +311,49 @@ def _facts(report: dict[str, Any]) -> list[str]:
             f"- Forward that saves gate and up: {100 * min(saving):+.1f} to "
             f"{100 * max(saving):+.1f} % in time."
         )
+    of_what = " with those older kernels and launches" if is_older(report["device"]) else ""
     for name, key in (("forward", "host_us"), ("backward", "host_backward_us")):
         host = report.get(key, {}).values()
         if host:
-            lines.append(f"- Host time per {name} call: {min(host):.0f} to {max(host):.0f} us.")
+            span = f"{min(host):.0f} to {max(host):.0f} us"
+            lines.append(f"- Host time per {name} call{of_what}: {span}.")
     if "bits_note" in report:
-        lines.append(f"- {report['bits_note']}.")
+        lines.append(f"- {plain(report['bits_note'])}.")
     return lines
 
 
-def draw_pictures(paths: list[Path], reports: list[dict[str, Any]], page: Path) -> list[str]:
-    """Curves of each report that has some, beside its file; names relative to the page."""
-    pictures = []
+def write_page(paths: Sequence[Path], page: Path) -> None:
+    """Tables of stored reports between the page's markers; the curves of each report that has some
+    in a picture beside it. Nothing is written before everything was read and its tables made.
+
+    Raises: ValueError naming the file, and the key that is wrong; OSError; RuntimeError without
+    matplotlib.
+    """
+    reports, curves, made = [read_report(path, BENCH) for path in paths], {}, []
     for path, report in zip(paths, reports, strict=True):
         picture = path.with_suffix(".svg")
         if report.get("growth"):
-            draw_growth(report["growth"], picture)
-            pictures.append(os.path.relpath(picture, page.parent))
-        else:
-            pictures.append("")
-    return pictures
+            check_distinct(report=path, picture=picture, **{"--output": page})
+            if picture in curves:
+                raise ValueError(f"reports must have names of their own, got two of {path.stem}")
+            curves[picture] = report["growth"]
+        name = os.path.relpath(picture, page.parent) if picture in curves else ""
+        with errors_name(path, BENCH):
+            made.append(tables_of(report, name))
+    text = page_with_tables(page, {(BEGIN, END): "\n\n".join(made)})
+    for picture, rows in curves.items():
+        draw_growth(rows, picture)
+    write_whole(page, text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the tables of docs/results.md.")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the tables of a page, and the pictures they show."""
+    parser = WordParser(description="Write the tables of docs/results.md.")
     parser.add_argument("reports", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
-    reports = [json.loads(path.read_text()) for path in options.reports]
-    pictures = draw_pictures(options.reports, reports, options.output)
-    page = options.output.read_text()
-    before, rest = page.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    options.output.write_text(f"{before}{BEGIN}\n{tables(reports, pictures)}\n{END}{after}")
+    with one_line_errors():
+        options = parser.parse_args(arguments)
+        write_page(options.reports, options.output)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mok_ref.bench.cases import BenchCase, routes
 
 
@@ -211,10 +209,3 @@ PEERS: dict[str, Callable[[BenchInputs], dict[str, Callable[[], Any]]]] = {
     "torch compiled": lambda inputs: torch_pipeline(inputs, compiled=True),
     "SonicMoE": sonic,
 }
-
-
-def as_numpy_bits(tensor: Any) -> np.ndarray:
-    """uint16 bits of a bf16 torch tensor on the host."""
-    import torch
-
-    return tensor.view(torch.int16).cpu().numpy().view(np.uint16)

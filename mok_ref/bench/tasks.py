@@ -10,7 +10,8 @@ their last, and bookkeeping. "floor" is what the products of a tile need at the 
 
 from __future__ import annotations
 
-import argparse
+import io
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,19 @@ from typing import Any
 import numpy as np
 
 from mok_ref.bench.cases import CASES, BenchCase
+from mok_ref.bench.entry import WordParser, one_line_errors, require_gpu
+from mok_ref.bench.report_files import (
+    COUNT,
+    NAME,
+    POSITIVE,
+    Each,
+    check_shape,
+    one_of,
+    write_whole,
+)
+from mok_ref.bench.timing import launches_ms
+from mok_ref.casefile import check_distinct, check_writable, read_npz
+from mok_ref.planner.errors import check_outputs
 from mok_ref.planner.trace import STAMP_KINDS, spans_from_stamps, summarize, write_trace
 
 WARM_UP = 3
@@ -31,6 +45,10 @@ PHASES = {
     "dgrad": ("gate_up_again", "dgrad_hidden", "dgrad_input"),
     "wgrad": ("wgrad",),
 }
+DIRECTIONS = ("forward", "backward")
+CALL = {"case": one_of(*CASES), "direction": one_of(*DIRECTIONS), "lost": COUNT}
+CALL |= {"traced_ms": POSITIVE, "plain_ms": POSITIVE, "clock_hz": POSITIVE}
+FACTS = {"device": Each(NAME), "recorded": [CALL]}  # what a file of stamps says about them
 
 
 @dataclass(frozen=True)
@@ -118,25 +136,17 @@ def rows_of(case: BenchCase, stamps: np.ndarray, clock_hz: float) -> list[TaskRo
 
 
 def milliseconds(stamps: np.ndarray) -> float:
+    """First stamp to last."""
     return float(stamps["end"].max() - stamps["start"].min()) * 1e-6 if len(stamps) else 0.0
 
 
 def median_ms(call: Callable[[], Any]) -> float:
-    """Median of single calls by CUDA events."""
-    import torch
-
-    times = []
-    for _ in range(TIMED):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return float(np.median(times))
+    """Median of queued calls after some that warm up."""
+    return float(np.median(launches_ms(call, TIMED, warm=WARM_UP)))
 
 
 def calls_of(layer: Any) -> dict[str, Callable[[], Any]]:
+    """What is recorded, by direction; backward follows a forward."""
     return {"forward": lambda: layer.forward("all"), "backward": layer.backward}
 
 
@@ -153,16 +163,12 @@ def measure(case: BenchCase) -> list[Recorded]:
     plain: dict[str, float] = {}
     layer = OurLayer(inputs, grad_dtype="bf16")
     for direction, call in calls_of(layer).items():
-        for _ in range(WARM_UP):
-            call()
         plain[direction] = median_ms(call)
     layer.close()
     found = []
     with recording() as recorder:
         layer = OurLayer(inputs, grad_dtype="bf16")
         for direction, call in calls_of(layer).items():
-            for _ in range(WARM_UP):
-                call()
             traced = median_ms(call)
             recorder.clear()
             call()
@@ -191,20 +197,36 @@ def save_stamps(path: Path, recorded: Sequence[Recorded], device: dict[str, str]
     facts = [{k: v for k, v in vars(one).items() if k != "stamps"} for one in recorded]
     arrays = {f"stamps{i}": one.stamps for i, one in enumerate(recorded)}
     facts_text = json.dumps({"device": device, "recorded": facts})
-    np.savez_compressed(path, facts=np.array(facts_text), **arrays)  # type: ignore[arg-type]
+    packed = io.BytesIO()
+    np.savez_compressed(packed, facts=np.array(facts_text), **arrays)  # type: ignore[arg-type]
+    write_whole(path, packed.getvalue())
 
 
 def load_stamps(path: Path) -> tuple[list[Recorded], dict[str, str]]:
-    """What `save_stamps` wrote. Raises: ValueError naming the file if it is something else."""
+    """What `save_stamps` wrote.
+
+    Raises: ValueError naming the file, and the key that is wrong, if it is something else; OSError.
+    """
+    arrays = read_npz(path)
     try:
-        with np.load(path, allow_pickle=False) as data:
-            facts = json.loads(str(data["facts"]))
-            stamps = [data[f"stamps{i}"] for i in range(len(facts["recorded"]))]
-    except (KeyError, ValueError, OSError) as error:
-        raise ValueError(f"{path.name}: no stamps of this benchmark: {error}") from None
-    recorded = [
-        Recorded(stamps=array, **one) for array, one in zip(stamps, facts["recorded"], strict=True)
-    ]
+        if "facts" not in arrays:
+            raise ValueError("facts is missing")
+        facts = json.loads(str(arrays["facts"]))
+        check_shape(facts, FACTS)
+        if not facts["recorded"]:
+            raise ValueError("recorded is empty")
+        recorded = []
+        for index, one in enumerate(facts["recorded"]):
+            stamps = arrays.get(f"stamps{index}")
+            if stamps is None or stamps.ndim != 1:
+                raise ValueError(f"stamps{index} must be an array of one axis")
+            try:
+                spans_from_stamps(stamps)
+            except ValueError as error:
+                raise ValueError(f"stamps{index}: {error}") from None
+            recorded.append(Recorded(stamps=stamps, **{key: one[key] for key in CALL}))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: must be stamps of bench.tasks: {error}") from None
     return recorded, facts["device"]
 
 
@@ -231,9 +253,38 @@ def table_text(rows: Sequence[TaskRow], times: Sequence[PhaseTime]) -> str:
     return "\n".join(lines)
 
 
+def trace_file(folder: Path, case: str, direction: str) -> Path:
+    """Where the timeline of one call is written."""
+    return folder / f"{case}-{direction}.json"
+
+
+def check_files(
+    read: Path | None, stamps: Path | None, output: Path | None, traces: Path | None
+) -> None:
+    """Refuse, before anything is measured, what cannot be written or would replace another file.
+
+    Raises: ValueError naming the option.
+    """
+    wanted = (("--stamps", stamps, (".npz",)), ("--output", output, (".json",)))
+    check_outputs(*wanted, inputs={"--read": read})
+    if traces is None:
+        return
+    if not traces.is_dir():
+        raise ValueError(f"--traces must be a folder, got {traces}")
+    for case, direction in itertools.product(CASES, DIRECTIONS):
+        path = trace_file(traces, case, direction)
+        check_writable(path, "--traces")
+        check_distinct(**{"--stamps": stamps, "--output": output, "--traces": path})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the cases, or read what was measured; print, write or both."""
-    parser = argparse.ArgumentParser(description="Tasks of the kernels by kind.")
+    with one_line_errors():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = WordParser(description="Tasks of the kernels by kind.")
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--stamps", type=Path, help="with cases: write all stamps (.npz)")
     parser.add_argument("--read", type=Path, help="no cases: read stamps (.npz)")
@@ -243,21 +294,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.cases if name not in CASES]
     if unknown or bool(options.cases) == (options.read is not None):
         parser.error(f"give --read or cases of {', '.join(CASES)}, got {options.cases}")
+    check_files(options.read, options.stamps, options.output, options.traces)
     if options.read is not None:
         recorded, device = load_stamps(options.read)
     else:
+        require_gpu("bench.tasks")
         from mok_ref.bench.gpu import device_facts
-        from mok_ref.gpu.compiler import source_digest
 
-        recorded = [one for name in options.cases for one in measure(CASES[name])]
-        device = device_facts() | {"kernels": source_digest()[:12]}
+        recorded = [one for name in dict.fromkeys(options.cases) for one in measure(CASES[name])]
+        device = device_facts()
     if options.stamps is not None:
         save_stamps(options.stamps, recorded, device)
     rows, times = tables_of(recorded)
     print(table_text(rows, times))
     if options.traces is not None:
         for one in recorded:
-            path = options.traces / f"{one.case}-{one.direction}.json"
+            path = trace_file(options.traces, one.case, one.direction)
             write_trace(path, spans_from_stamps(one.stamps))
     if options.output is not None:
         document = {
@@ -265,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "times": [asdict(t) for t in times],
             "tasks": [asdict(r) for r in rows],
         }
-        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_whole(options.output, json.dumps(document, indent=1) + "\n")
     return 0
 
 

@@ -42,6 +42,7 @@ class Timing:
     bursts: list[float] = field(default_factory=list)
 
     def median(self, kind: str) -> float:
+        """Of "sustained" or "bursts"."""
         return float(np.median(getattr(self, kind)))
 
 

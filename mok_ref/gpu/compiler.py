@@ -34,6 +34,7 @@ FLAGS = ("std=c++17", "ftz=false", "fmad=false", "prec-div=true", "prec-sqrt=tru
 TRACE_MACRO = "MOK_TRACE=1"
 TRACE_HEADER = "trace.cuh"
 _recorder: Any = None  # of tasks, for all virtual ranks of this process
+_recordings = 0  # switched on so far
 
 _COMPILING = threading.Lock()
 """Virtual ranks are threads: one of them imports and runs the compiler, the others find the
@@ -217,9 +218,20 @@ def load_kernel(
 
 
 def record_tasks(recorder: Any) -> None:
-    """From now on load kernels that record their tasks into `recorder`; None: ordinary ones."""
-    global _recorder
+    """From now on load kernels that record their tasks into `recorder`; None: ordinary ones.
+
+    Raises: RuntimeError while another recorder is at work: a module's kernels write to one place.
+    """
+    global _recorder, _recordings
+    if recorder is not None and _recorder is not None:
+        raise RuntimeError("recording is on: it cannot be switched on again within itself")
+    _recordings += recorder is not None
     _recorder = recorder
+
+
+def recording_number() -> int:
+    """Which recording is on, 0 for none: kernels loaded under another number are other kernels."""
+    return _recordings if _recorder is not None else 0
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ import numpy as np
 from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.gpu.compiler import load_kernel
 from mok_ref.gpu.hopper import encode_tiled
-from mok_ref.gpu.launch import Launch, ParamBlock, prepared
+from mok_ref.gpu.launch import NUM_MULTIPROCESSORS, Launch, ParamBlock, prepared
 from mok_ref.gpu.params import SYMMETRIC_BUFFERS
 
 SOURCE = "megakernel_backward.cu"
@@ -104,7 +104,7 @@ WGRAD_PARAMS = np.dtype(
 )
 """Struct WgradParams."""
 
-FLOAT32_GRADIENT, BF16_GRADIENT = 0, 1
+FLOAT32_GRADIENT = 0  # of start_type and gradient_type; bf16 is 1, as in dw_is_bf16
 
 
 class ExtraBuffer(NamedTuple):
@@ -133,6 +133,12 @@ def extra_buffers(config: MoEConfig, sizes: Any) -> dict[str, ExtraBuffer]:
         "up_again": ExtraBuffer((again_rows, inner), bf16),
         "straddling": ExtraBuffer((3, 2 if crosses else 0, inner, config.hidden_size), f32),
     }
+
+
+def make_buffers(workspace: Any) -> dict[str, Any]:
+    """The arrays of `extra_buffers`, made once per workspace."""
+    extra = extra_buffers(workspace.config, workspace.sizes)
+    return {name: workspace.scratch(f"hopper_{name}", *buffer) for name, buffer in extra.items()}
 
 
 def num_macrobatches(sizes: Any) -> int:
@@ -361,14 +367,8 @@ class _State:
     """What these launches keep with a workspace: extra buffers and addresses."""
 
     def __init__(self, workspace: Any) -> None:
-        import cupy
-
-        config, sizes = workspace.config, workspace.sizes
-        self.sizes, self.rank = sizes, workspace.heap.rank
-        self.extra = {
-            name: cupy.empty(buffer.shape, buffer.dtype)
-            for name, buffer in extra_buffers(config, sizes).items()
-        }
+        self.sizes, self.rank = workspace.sizes, workspace.heap.rank
+        self.extra = make_buffers(workspace)
         table = workspace.buffers["peer_table"].get()
         self.chain_addresses = [int(address) for address in table[SYMMETRIC_BUFFERS["chain"]]]
         self.again = self._again_addresses(workspace)
@@ -488,13 +488,13 @@ class _State:
 
 
 def _mini_blocks(layer: Any) -> int:
-    """Row blocks of a step: enough that it keeps every CTA at work for six tiles, in whole groups.
+    """Row blocks of a step: enough to keep an H200's CTAs at work for six tiles, in whole groups.
 
     A dx tile waits for the hidden tiles of one step before; tickets are drawn two tiles ahead.
     """
     widths = (int(layer["hidden_size"]), int(layer["intermediate_size"]))
     tiles = sum(-(-width // TILE_COLUMNS) for width in widths)  # of one row block
-    blocks = max(int(layer["mini_blocks"]), -(-6 * 132 // tiles))
+    blocks = max(int(layer["mini_blocks"]), -(-6 * NUM_MULTIPROCESSORS // tiles))
     return -(-blocks // BLOCK_GROUP) * BLOCK_GROUP
 
 

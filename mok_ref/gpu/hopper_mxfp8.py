@@ -11,6 +11,7 @@ shared expert is never quantised: its tiles run in a launch of the bf16 kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from mok_ref.gpu.portable import PARTS, SCALE_RULE_CODES
 from mok_ref.gpu.workspace import derive_sizes
 from mok_ref.mxfp8 import dequantize, num_blocks
 from mok_ref.numerics import bf16_to_bits
+from mok_ref.validation import check_weights
 
 SOURCE = "megakernel_mxfp8.cu"
 KERNEL = "moe_forward_mxfp8"
@@ -221,15 +223,27 @@ def quantise_weights(workspace: Any, weights: list[int]) -> list[Callable[[Any],
 def hold_weights(workspace: Any, weights: ExpertWeights) -> None:
     """Quantise weights now and keep their codes: forwards with the same arrays quantise no more.
 
-    For weights that do not change. After a change call it again, or `release_weights` to have every
-    forward quantise its weights, as it does by default.
+    For weights that do not change: a change in place cannot be seen, call it again after one. They
+    are held, and kept alive, until `release_weights` or until other weights are quantised over
+    their codes, by a forward or by this. Backward reads the codes too: contexts of earlier forwards
+    are stale. A CUDA graph replays what it captured: one captured while its weights were held wants
+    them held at every replay, one captured without quantises over whatever is held.
+
+    weights   of this rank, on the device as the kernels read them: C-contiguous, 16-byte aligned
+    Raises: ValueError for other arrays, or a workspace that is closed or whose forward is not this
+    module's; RuntimeError while the stream captures, when nothing is quantised.
     """
     import cupy
 
-    addresses = [int(array.data.ptr) for array in weights]
-    for work in quantise_weights(workspace, addresses):
-        work(cupy.cuda.get_current_stream())
-    _held(workspace)[:] = addresses
+    stream = cupy.cuda.get_current_stream()
+    _check_hold(workspace, weights)
+    if stream.is_capturing():
+        raise RuntimeError("hold_weights must run before a capture, got a stream that captures")
+    release_weights(workspace)
+    workspace.generation += 1
+    for work in quantise_weights(workspace, [int(array.data.ptr) for array in weights]):
+        work(stream)
+    _held(workspace)[:] = weights
 
 
 def release_weights(workspace: Any) -> None:
@@ -237,10 +251,29 @@ def release_weights(workspace: Any) -> None:
     _held(workspace).clear()
 
 
-def _held(workspace: Any) -> list[int]:
-    """Addresses of the weights whose codes are kept."""
-    held: list[int] = workspace.extra("mxfp8_held_weights", list)
+def _held(workspace: Any) -> list[Any]:
+    """W_gate, W_up, W_down whose codes are kept, or nothing. The arrays themselves: while they are
+    here no other array has their addresses."""
+    held: list[Any] = workspace.extra("mxfp8_held_weights", list)
     return held
+
+
+def _check_hold(workspace: Any, weights: ExpertWeights) -> None:
+    from mok_ref.gpu import layer
+
+    if workspace.closed:
+        raise ValueError("workspace is closed")
+    path = layer.forward_path(workspace).__name__
+    if path != __name__:
+        raise ValueError(f"workspace must run {KERNEL}, got one that runs {path}")
+    check_weights(replace(workspace.config, shared_intermediate_size=0), workspace.heap.rank,
+                  weights, None)  # fmt: skip
+    for part, array in zip(PARTS, weights, strict=True):
+        if layer.on_device(array) is not array:
+            raise ValueError(
+                f"weights.{part} must be a C-contiguous, 16-byte aligned array on the device, "
+                f"got {type(array).__name__}"
+            )
 
 
 def _clear(array: Any, stream: Any) -> None:
@@ -292,7 +325,8 @@ def shared_expert(workspace: Any, params: ParamBlock) -> list[Callable[[Any], No
 def launch_forward(workspace: Any, params: ParamBlock, stream: Any) -> None:
     """Everything between the barriers of a forward step: y rows pushed to their owners."""
     weights = [int(params[f"w_{part}"]) for part in PARTS]
-    if _held(workspace) != weights:
+    if [int(array.data.ptr) for array in _held(workspace)] != weights:
+        release_weights(workspace)  # these are quantised over their codes
         for work in prepared(params, "mxfp8_weights", lambda: quantise_weights(workspace, weights)):
             work(stream)
     for work in prepared(

@@ -71,6 +71,16 @@ def ring_buffers(workspace: Any) -> dict[str, Any]:
     return rings
 
 
+def make_buffers(workspace: Any) -> None:
+    """Every buffer that only these kernels use, made once per workspace."""
+    bf16.make_buffers(workspace), ring_buffers(workspace), _shared_counters(workspace)
+
+
+def _shared_counters(workspace: Any) -> Any:
+    words = 64 + 2 * bf16._shared_blocks(workspace.sizes)
+    return workspace.scratch("hopper_shared_counters", (words,), np.uint32)
+
+
 # ---- tensor maps
 
 
@@ -197,11 +207,9 @@ class _State(bf16._State):
     """The bf16 launches' state with rings of codes and scales instead of values."""
 
     def __init__(self, workspace: Any) -> None:
-        import cupy
-
         super().__init__(workspace)
         self.rule = SCALE_RULE_CODES[workspace.config.scale_rule]
-        self.shared_counters = cupy.empty(64 + 2 * bf16._shared_blocks(self.sizes), np.uint32)
+        self.shared_counters = _shared_counters(workspace)
         buffers = ring_buffers(workspace)
         for name, buffer in hopper_mxfp8.weight_buffers(workspace).items():
             buffers[name.removesuffix("_codes")] = buffer

@@ -16,6 +16,10 @@ import numpy as np
 MAX_PREPARED = 32
 """What one block keeps; the oldest goes first."""
 
+NUM_MULTIPROCESSORS = 132
+"""Of an H200. Work is cut for so many where the cut changes no bit; a launch of one CTA per
+multiprocessor asks the device."""
+
 
 class ParamBlock(np.ndarray):
     """A parameter block of shape () with what was prepared from its values."""

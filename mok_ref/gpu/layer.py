@@ -10,6 +10,7 @@ arrays checks them and prepares its parameter block and launches; later ones onl
 rank x and dy are read where they are, also by backward: x stays as it is until that has run.
 
 y, dx and the gradients are arrays of the workspace: its next forward or backward overwrites them.
+So y cannot be the next x of the same workspace, unless that was made with training=False.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mok_ref.config import SAVE_MODES, MoEConfig
 from mok_ref.experts import ExpertWeights
-from mok_ref.gpu import schedule
+from mok_ref.gpu import hopper, schedule
+from mok_ref.gpu.compiler import recording_number
 from mok_ref.gpu.errors import BARRIER_COMBINE, BARRIER_DX, BARRIER_DY, BARRIER_INPUTS
 from mok_ref.gpu.launch import ParamBlock, prepared, remember
 from mok_ref.gpu.params import BACKWARD_PARAMS, device_address, new_params, set_params
-from mok_ref.gpu.workspace import DeviceWorkspace
+from mok_ref.gpu.workspace import DeviceWorkspace, byte_range
 from mok_ref.numerics import BFLOAT16
 from mok_ref.validation import (
     check_activations,
     check_route_arrays,
+    check_router_share,
     check_weights,
     gradient_shapes,
 )
@@ -84,7 +88,7 @@ def forward(
     """`moe_forward` on a device heap (mok_ref/layer.py says what goes in and comes out).
 
     Raises: ValueError for shapes, dtypes and options; values are checked on the device.
-    CUDA:   cuda_src/support.cu around cuda_src/megakernel.cu or cuda_src/portable.cu
+    CUDA:   cuda_src/support.cu around cuda_src/megakernel.cu, megakernel_mxfp8.cu or portable.cu
     """
     if workspace is None:
         workspace = DeviceWorkspace(config, heap, _largest_num_tokens(heap, len(x)))
@@ -126,7 +130,9 @@ def forward_path(workspace: DeviceWorkspace) -> Any:
     """The module that computes the products: one of HOPPER_MODULES where it can, else
     mok_ref.gpu.portable.
 
-    Hopper: compute capability 9.0, rows of 16-byte multiples (TMA strides).
+    Hopper: compute capability 9.0, rows of 16-byte multiples (TMA strides): with bf16 H, I and the
+    shared expert's I in multiples of 8, with MXFP8, whose rows are codes, H and I in multiples of
+    16 and the shared expert's I, which stays bf16, in multiples of 8.
     Raises: ValueError when "hopper" was asked for and cannot be.
     """
     return _path(workspace, 0)
@@ -163,18 +169,26 @@ def _hopper_refusal(config: MoEConfig) -> str:
     arch = device_arch()
     if arch != "sm_90a":
         return f"the device is {arch}, not sm_90a"
-    if config.dtype not in HOPPER_MODULES:
-        return f"dtype is {config.dtype!r}"
+    return size_refusal(config)
+
+
+def size_refusal(config: MoEConfig) -> str:
+    """Why the Hopper kernels cannot run layers of this size, or an empty string."""
     module = importlib.import_module(HOPPER_MODULES[config.dtype][0])
-    sizes = (config.hidden_size, config.intermediate_size, config.shared_intermediate_size)
-    if not module.supports(*sizes):
-        multiple = f"multiples of {module.ALIGNMENT}"
-        return f"hidden and intermediate sizes must be {multiple}, got {sizes}"
-    return ""
+    sizes = ("hidden_size", "intermediate_size", "shared_intermediate_size")
+    if module.supports(*(getattr(config, name) for name in sizes)):
+        return ""
+    multiples = (module.ALIGNMENT, module.ALIGNMENT, hopper.ALIGNMENT)  # the shared expert is bf16
+    return "; ".join(
+        f"{name} must be a multiple of {multiple}, got {getattr(config, name)}"
+        for name, multiple in zip(sizes, multiples, strict=True)
+        if getattr(config, name) % multiple
+    )
 
 
 def prepare(workspace: DeviceWorkspace, path: Any) -> None:
-    """Load all kernels of a path once, on every rank before its first barrier."""
+    """Load all kernels of a path once, and again for each recording of their tasks, on every rank
+    before its first barrier."""
 
     def load() -> bool:
         schedule.warm_up(workspace)
@@ -182,7 +196,7 @@ def prepare(workspace: DeviceWorkspace, path: Any) -> None:
             path.warm_up(workspace)
         return True
 
-    workspace.extra(("loaded", path.__name__), load)
+    workspace.extra(("loaded", path.__name__, recording_number()), load)
 
 
 def _forward_params(
@@ -199,10 +213,11 @@ def _forward_params(
     Raises: ValueError for shapes and dtypes; nothing reads device memory.
     """
     arrays = (x, topk_ids, topk_weights, *weights, *(shared or ()))
-    key = (save, *[(a.data.ptr, a.shape, a.dtype) for a in arrays])
+    key = (save, recording_number(), *[(a.data.ptr, a.shape, a.dtype) for a in arrays])
     params = workspace.steps.get(key)
     if params is None:
         _check_arrays(workspace, x, topk_ids, topk_weights, weights, shared)
+        _check_apart(workspace, dict(zip(_input_names(shared), arrays, strict=True)))
         params = _step_params(workspace, x, topk_ids, topk_weights, weights, shared, save)
         remember(workspace.steps, key, params)
     return params
@@ -243,6 +258,10 @@ def _step_params(
 
 def _check_call(config: MoEConfig, heap: Any, workspace: DeviceWorkspace, save: str) -> None:
     """What every call is checked for."""
+    if not isinstance(workspace, DeviceWorkspace):
+        raise ValueError(f"workspace must be a DeviceWorkspace, got {type(workspace).__name__}")
+    if workspace.closed:
+        raise ValueError("workspace is closed")
     same = config is workspace.config or config == workspace.config
     if not same or workspace.heap is not heap:
         raise ValueError("workspace must be made with this call's config and heap")
@@ -280,15 +299,17 @@ def backward(
 ) -> Any:
     """`moe_backward` on a device heap (mok_ref/layer.py says what goes in and comes out).
 
-    CUDA: cuda_src/support.cu around cuda_src/megakernel_backward.cu or cuda_src/portable.cu
+    CUDA: cuda_src/support.cu around cuda_src/megakernel_backward.cu, megakernel_mxfp8_backward.cu
+    (with an MXFP8 layer's shared expert in the former) or portable.cu
     """
     from mok_ref.layer import Gradients
 
     dy = on_device(dy)
-    _use_context(context, dy)
+    _check_context(context, dy)
     workspace, params = context.workspace, context.params
     heap, gradients = workspace.heap, gradient_buffers(workspace, main_grad)
     back = backward_params(workspace, params, dy, gradients, main_grad is not None)
+    context.used = True
     path, stream = backward_path(workspace), current_stream()
     prepare(workspace, path)
 
@@ -299,7 +320,9 @@ def backward(
     heap.barrier(BARRIER_DX)  # every pushed dx row and weight gradient has arrived
     if router_share is not None:
         schedule.dispatch_d_weights(workspace, params, back, stream)
-        router_dx = on_device(router_share(_outputs(context, back)[1]))
+        share = router_share(_outputs(context, back)[1])
+        check_router_share(context.config, context.num_tokens, share)
+        router_dx = on_device(share)
         back = _with_router_dx(back, router_dx)
     schedule.launch_dispatch_backward(workspace, params, back, stream)
 
@@ -320,7 +343,8 @@ def _outputs(context: DeviceContext, back: ParamBlock) -> tuple[Any, Any]:
 def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, Any]:
     """Where the weight gradients go: the caller's buffers, else the workspace's.
 
-    Raises: ValueError when a buffer of `main_grad` does not fit.
+    Raises: ValueError when a buffer of `main_grad` does not fit: shape, dtype, C-contiguous,
+    16-byte aligned, and apart from the others.
     """
     config = workspace.config
     dtype = np.dtype(np.uint16 if config.grad_dtype == "bf16" else np.float32)
@@ -332,17 +356,80 @@ def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, An
             "gradients",
             lambda: {name: workspace.scratch(name, shape, dtype) for name, shape in shapes.items()},
         )
-    for name, shape in shapes.items():
-        array = getattr(main_grad, name)
-        bits = (
-            np.uint16
-            if getattr(array, "dtype", None) == BFLOAT16
-            else getattr(array, "dtype", None)
-        )
-        if not hasattr(array, "data") or tuple(array.shape) != shape or bits != dtype:
-            found = f"{getattr(array, 'dtype', type(array))} {getattr(array, 'shape', '')}"
-            raise ValueError(f"main_grad.{name} must be {dtype} {shape} on the device, got {found}")
-    return {name: getattr(main_grad, name) for name in shapes}
+    buffers: dict[str, Any] = {name: getattr(main_grad, name, None) for name in shapes}
+    try:
+        layout = tuple([(a.data.ptr, a.shape, a.strides, a.dtype) for a in buffers.values()])
+    except (AttributeError, ValueError):  # not on the device: refused below
+        layout = ()
+    if layout not in workspace.main_grads:
+        for name, shape in shapes.items():
+            _check_on_device(f"main_grad.{name}", buffers[name], shape, dtype)
+        _check_main_grad(workspace, buffers)
+        remember(workspace.main_grads, layout, True)
+    return buffers
+
+
+def _check_on_device(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    import cupy
+
+    found = getattr(array, "dtype", None)
+    bits = np.uint16 if found == BFLOAT16 else found
+    if isinstance(array, cupy.ndarray) and array.shape == shape and bits == dtype:
+        return
+    got = type(array).__name__ if found is None else f"{found} {array.shape}"
+    where = "" if found is None or isinstance(array, cupy.ndarray) else " on the host"
+    raise ValueError(f"{name} must be {dtype} {shape} on the device, got {got}{where}")
+
+
+def _check_main_grad(workspace: DeviceWorkspace, buffers: dict[str, Any]) -> None:
+    """Where kernels may write gradients, row after row, 16 bytes at a time."""
+    named = {f"main_grad.{name}": array for name, array in buffers.items()}
+    for name, array in named.items():
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{name} must be C-contiguous, got strides {array.strides}")
+        if array.size and array.data.ptr % ALIGNMENT:
+            raise ValueError(
+                f"{name} must be {ALIGNMENT}-byte aligned, got address {array.data.ptr:#x}"
+            )
+    taken = sorted((byte_range(array), name) for name, array in named.items() if array.size)
+    for (before, other), (here, name) in pairwise(taken):
+        if here[0] < before[1]:
+            raise ValueError(f"{name} must not overlap {other}")
+    _check_apart(workspace, named)
+
+
+_MAY_BE = {
+    "x": ("x", "dx"),
+    "topk_ids": ("topk_ids",),
+    "topk_weights": ("topk_weights",),
+    "dy": ("dy", "y", "dx"),
+}
+"""Buffers of the workspace that an argument may be: none of them is written before its last read.
+y is, by forward: an x that lies there is not what backward finds."""
+
+
+def _check_apart(workspace: DeviceWorkspace, arrays: dict[str, Any]) -> None:
+    """Arguments must not lie where a step writes before it has read them for the last time.
+
+    Weight gradients of the workspace may be continued in place.
+    Raises: ValueError naming the argument and the workspace's buffer.
+    """
+    for name, array in arrays.items():
+        allowed = _MAY_BE.get(name, ())
+        if name.startswith("main_grad."):
+            allowed = tuple(gradient_shapes(workspace.config, workspace.heap.rank))
+        elif name == "x" and not workspace.training:
+            allowed = ("x", "y")  # nothing reads x after y is written
+        first, end = byte_range(array)
+        for buffer, low, high in workspace.ranges():
+            if first < high and low < end and buffer not in allowed:
+                raise ValueError(f"{name} must not overlap the workspace's {buffer}")
+
+
+def _input_names(shared: ExpertWeights | None) -> list[str]:
+    """Names of a forward's arrays, in the order of their key."""
+    names = ["x", "topk_ids", "topk_weights", *(f"weights.{part}" for part in WEIGHT_PARTS)]
+    return names if shared is None else [*names, *(f"shared.{part}" for part in WEIGHT_PARTS)]
 
 
 def backward_params(
@@ -356,6 +443,7 @@ def backward_params(
     new."""
 
     def build() -> ParamBlock:
+        _check_apart(workspace, {"dy": dy})
         names = set(BACKWARD_PARAMS.names or ()) & set(workspace.buffers)
         block = new_params(BACKWARD_PARAMS, **{name: workspace.buffers[name] for name in names})
         set_params(
@@ -368,7 +456,8 @@ def backward_params(
         )
         return block
 
-    key = ("backward", dy.data.ptr, *[g.data.ptr for g in gradients.values()], accumulate)
+    addresses = [g.data.ptr for g in gradients.values()]
+    key = ("backward", recording_number(), dy.data.ptr, *addresses, accumulate)
     return prepared(params, key, build)
 
 
@@ -383,7 +472,10 @@ def _with_router_dx(back: ParamBlock, router_dx: Any) -> ParamBlock:
     return prepared(back, ("router", router_dx.data.ptr), build)
 
 
-def _use_context(context: DeviceContext, dy: Any) -> None:
+def _check_context(context: DeviceContext, dy: Any) -> None:
+    """What every backward is checked for; a refused one leaves its context as it was."""
+    if context.workspace.closed:
+        raise ValueError("workspace is closed")
     check_activations(context.config, "dy", dy)
     if len(dy) != context.num_tokens:
         raise ValueError(f"dy must have the {context.num_tokens} rows of x, got {len(dy)}")
@@ -392,8 +484,9 @@ def _use_context(context: DeviceContext, dy: Any) -> None:
     if context.used:
         raise RuntimeError("context was used by an earlier moe_backward; run moe_forward again")
     if context.generation != context.workspace.generation:
-        raise RuntimeError("context is stale: its workspace ran another forward since")
-    context.used = True
+        raise RuntimeError(
+            "context is stale: its workspace ran another forward (or held weights) since"
+        )
 
 
 # --------------------------------------------------------------------------- arrays

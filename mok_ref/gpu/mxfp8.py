@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from mok_ref.config import MoEConfig
-from mok_ref.gpu.launch import Launch, remember
+from mok_ref.gpu.launch import NUM_MULTIPROCESSORS, Launch, remember
 from mok_ref.gpu.portable import SCALE_RULE_CODES
 from mok_ref.mxfp8 import num_blocks
 
 SOURCE = "mxfp8.cu"
 THREADS = 256
-MAX_CTAS = 132 * 16
+MAX_CTAS = 16 * NUM_MULTIPROCESSORS
 SCALE_COLUMNS = 64
 """Columns whose two scale bytes are one word of the Hopper kernels."""
 

@@ -400,6 +400,12 @@ def warm_up(workspace: Any) -> None:
         _ = load_kernel(SOURCE, f"portable_{name}").num_regs
     if workspace.config.dtype == "mxfp8":
         mxfp8.warm_up()
+    make_buffers(workspace)
+
+
+def make_buffers(workspace: Any) -> None:
+    """This path's own buffers, made once per workspace."""
+    if workspace.config.dtype == "mxfp8":
         _quantised_buffers(workspace)
     _scratch(workspace)
 

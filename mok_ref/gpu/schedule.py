@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from mok_ref.gpu.compiler import load_kernel
-from mok_ref.gpu.launch import Launch, ParamBlock, enqueue
+from mok_ref.gpu.launch import NUM_MULTIPROCESSORS, Launch, ParamBlock, enqueue
 from mok_ref.gpu.params import SCHEDULE_INFO
 from mok_ref.schedule import Schedule
 
 SOURCE = "support.cu"
 THREADS = 256
-MAX_CTAS = 132 * 8
+MAX_CTAS = 8 * NUM_MULTIPROCESSORS
 
 __all__ = [
     "dispatch_d_weights",

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mok_ref.config import is_int, shown
 from mok_ref.gpu.compiler import record_tasks
 from mok_ref.planner.trace import STAMP
 
@@ -36,6 +37,8 @@ TRACE_BUFFER = np.dtype(
 
 WARPS = 16  # kTraceWarps
 CAPACITY = 2048  # tasks of one warp
+MAX_RANKS = 1 << 16  # STAMP has 16 bits for a rank
+MAX_CAPACITY = (1 << 31) - 1
 RECORD_WORDS = STAMP.itemsize // 8
 
 
@@ -54,13 +57,13 @@ class Recorder:
     """
 
     def __init__(self, first_rank: int, num_ranks: int, capacity: int) -> None:
-        for name, value, low in (
-            ("first_rank", first_rank, 0),
-            ("num_ranks", num_ranks, 1),
-            ("capacity", capacity, 1),
+        for name, value, low, high in (
+            ("first_rank", first_rank, 0, MAX_RANKS - 1),
+            ("num_ranks", num_ranks, 1, MAX_RANKS),
+            ("capacity", capacity, 1, MAX_CAPACITY),
         ):
-            if value < low:
-                raise ValueError(f"{name} must be >= {low}, got {value}")
+            if not (is_int(value) and low <= value <= high):
+                raise ValueError(f"{name} must be an integer in {low}..{high}, got {shown(value)}")
         self.first_rank, self.num_ranks, self.capacity = first_rank, num_ranks, capacity
         self._attached: dict[int, Buffers] = {}
         self._lock = threading.Lock()
@@ -132,6 +135,7 @@ def recording(
 
     first_rank, num_ranks   ranks of this process: all virtual ones, or its own under mpiexec
     capacity                tasks of one warp; more are counted and not kept
+    Raises: ValueError for other numbers; RuntimeError within another recording.
     """
     recorder = Recorder(first_rank, num_ranks, capacity)
     record_tasks(recorder)

@@ -1,17 +1,18 @@
 """All device buffers of one layer on one rank, named once in a table that also gives their bytes.
 
-`buffer_table` is the only list of buffers: the workspace allocates from it and `workspace_bytes`
-adds it up, so the memory function cannot disagree with the allocation. After construction a step
-allocates nothing.
+A workspace allocates from `buffer_table` and what a kernel family asks of its `scratch` before its
+first launch; `workspace_bytes` adds up the same requests, so the memory function cannot disagree
+with the allocation. After its first forward and backward a step allocates nothing.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.config import ROW_TILE, MoEConfig, is_int, shown
 from mok_ref.gpu.hopper import default_minibatch
 from mok_ref.gpu.launch import ParamBlock
 from mok_ref.gpu.params import (
@@ -27,6 +28,7 @@ from mok_ref.planner.tune import tuned, tuned_cluster_size
 WARP_TOKENS = 4  # kWarpTokens of cuda_src/schedule.cuh
 MAX_SCHEDULE_WARPS = 32
 SCHEDULE_WORDS = 22 * 1024  # of dynamic shared memory for a schedule kernel; sm_86 has 99 KiB
+PATHS = ("auto", "hopper", "portable")
 BF16 = np.dtype(np.uint16)
 F32 = np.dtype(np.float32)
 I32 = np.dtype(np.int32)
@@ -233,11 +235,72 @@ def workspace_bytes(
     max_tokens: int,
     max_saved_rows: int | None = None,
     training: bool = True,
+    path: str = "auto",
 ) -> dict[str, int]:
-    """Bytes of every buffer of a workspace on `rank`, plus "total"; without weight gradients."""
-    sizes = derive_sizes(config, rank, max_tokens, max_saved_rows)
-    table = {name: b.num_bytes for name, b in buffer_table(config, rank, sizes, training).items()}
+    """Bytes of every buffer that a workspace on `rank` has after its first step, plus "total".
+
+    Without weight gradients, which are the caller's or as large as the weights; ring sizes are the
+    config's or the default ones, `mok-ref tune` may have measured others for a device.
+
+    path   which kernels' own buffers are counted: "hopper", "portable", or "auto", Hopper's where
+           the sizes allow them
+    Raises: ValueError naming argument, rule and value.
+    """
+    from mok_ref.gpu.layer import size_refusal
+
+    _check_sizes(max_tokens, max_saved_rows)
+    if not (is_int(rank) and 0 <= rank < config.ep_size):
+        raise ValueError(f"rank must be an integer in 0..{config.ep_size - 1}, got {shown(rank)}")
+    if path not in PATHS:
+        raise ValueError(f"path must be {', '.join(PATHS)}, got {shown(path)}")
+    refusal = size_refusal(config)
+    if path == "hopper" and refusal:
+        raise ValueError(f"path 'hopper' is not possible here: {refusal}")
+    sizes = derive_sizes(config, rank, max(1, max_tokens), max_saved_rows)
+    plan = _PlannedWorkspace(config, rank, sizes, training, path != "portable" and not refusal)
+    table = {name: buffer.num_bytes for name, buffer in plan.buffers.items()}
     return table | {"total": sum(table.values())}
+
+
+class _PlannedWorkspace:
+    """What a kernel family asks a workspace for when it makes its buffers; nothing is allocated."""
+
+    def __init__(
+        self, config: MoEConfig, rank: int, sizes: Sizes, training: bool, hopper: bool
+    ) -> None:
+        from mok_ref.gpu import hopper_backward, hopper_mxfp8, hopper_mxfp8_backward, portable
+
+        self.config, self.sizes, self.training = config, sizes, training
+        self.heap = SimpleNamespace(rank=rank)
+        codes = hopper and config.dtype == "mxfp8"
+        self.buffers = buffer_table(config, rank, sizes, training, value_rings=not codes)
+        self.info = self.buffers["info"]
+        if not hopper:
+            portable.make_buffers(self)
+        elif codes:
+            hopper_mxfp8.ring_buffers(self), hopper_mxfp8.weight_buffers(self)
+            if config.shared_intermediate_size:
+                hopper_mxfp8._no_rows(self)
+        if hopper and training:
+            (hopper_mxfp8_backward if codes else hopper_backward).make_buffers(self)
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """As `DeviceWorkspace.scratch`, without memory."""
+        self.buffers[name] = Buffer(tuple(shape), np.dtype(dtype))
+        return SimpleNamespace(data=SimpleNamespace(ptr=0), size=0)
+
+
+def has_rings_of_codes(config: MoEConfig, module: Any) -> bool:
+    """Whether the kernels of a forward path keep rows as codes and scales, in buffers of their
+    own."""
+    return config.dtype == "mxfp8" and hasattr(module, "ring_buffers")
+
+
+def byte_range(array: Any) -> tuple[int, int]:
+    """Addresses of a contiguous array's first byte and of the one behind its last; 0, 0 for an
+    empty one."""
+    first = int(array.data.ptr) if array.size else 0
+    return first, first + int(array.nbytes)
 
 
 class DeviceWorkspace:
@@ -260,7 +323,10 @@ class DeviceWorkspace:
         training: bool = True,
         path: str = "auto",
     ) -> None:
+        from mok_ref.gpu.layer import forward_path
+
         _check_arguments(config, heap, max_tokens, max_saved_rows, path)
+        self.closed = False
         self.config, self.heap, self.training = config, heap, training
         self.max_tokens = max_tokens
         # sizes that `mok-ref tune` measured on this device, where the config names none
@@ -271,20 +337,14 @@ class DeviceWorkspace:
         self.generation = 0
         self._serial = _next_serial(heap)
         self.steps: dict[Any, ParamBlock] = {}  # parameter blocks by the step's arrays
+        self.main_grads: dict[Any, bool] = {}  # layouts that were checked
         self._extra: dict[Any, Any] = {}
-        value_rings = not self._has_rings_of_codes()
+        value_rings = not has_rings_of_codes(config, forward_path(self))
         self._table = buffer_table(config, heap.rank, self.sizes, training, value_rings)
         self.buffers: dict[str, Any] = {}
         self._allocate()
         self._fill_constants()
         self.params = self._base_params()
-
-    def _has_rings_of_codes(self) -> bool:
-        """Whether this workspace's kernels keep rows as codes and scales, in buffers of their
-        own."""
-        from mok_ref.gpu.layer import forward_path
-
-        return self.config.dtype == "mxfp8" and hasattr(forward_path(self), "ring_buffers")
 
     def __getattr__(self, name: str) -> Any:
         """Buffers are attributes too: `workspace.x_ring`."""
@@ -313,8 +373,7 @@ class DeviceWorkspace:
         return self._extra[key]
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A buffer of this rank that a kernel family adds; made at the first call, counted in the
-        bytes.
+        """A buffer of this rank that a kernel family adds; made at the first call.
 
         Raises: ValueError when the same name is asked for with another shape or dtype.
         """
@@ -328,9 +387,12 @@ class DeviceWorkspace:
             raise ValueError(f"scratch {name!r} is {self._table[name]}, got {wanted}")
         return self.buffers[name]
 
-    def buffer_bytes(self) -> dict[str, int]:
-        table = {name: buffer.num_bytes for name, buffer in self._table.items()}
-        return table | {"total": sum(table.values())}
+    def ranges(self) -> list[tuple[str, int, int]]:
+        """(name, address of the first byte, address behind the last) of every buffer."""
+        return self.extra(
+            ("ranges", len(self.buffers)),
+            lambda: [(name, *byte_range(array)) for name, array in self.buffers.items()],
+        )
 
     def poison(self) -> None:
         """Fill every buffer that a step must write before reading with NaN bytes (tests)."""
@@ -339,11 +401,12 @@ class DeviceWorkspace:
                 array.view(np.uint8)[...] = 0xFF
 
     def close(self) -> None:
-        """Give the symmetric memory back; collective."""
+        """Give the symmetric memory back; collective. A workspace can be closed twice."""
+        self.closed = True
         for name, buffer in self._table.items():
             if buffer.symmetric:
                 self.heap.free(self.symmetric_name(name))
-        for kept in (self.buffers, self.steps, self._extra):
+        for kept in (self.buffers, self.steps, self.main_grads, self._extra):
             kept.clear()
         self._table = {}
 
@@ -414,15 +477,21 @@ def _check_arguments(
         raise ValueError(f"ep_size must be the heap's size {heap.size}, got {config.ep_size}")
     if config.arithmetic != "exact":
         raise ValueError(f"arithmetic must be 'exact' on a device, got {config.arithmetic!r}")
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens must be >= 0, got {max_tokens}")
-    if max_saved_rows is not None and max_saved_rows < 0:
-        raise ValueError(f"max_saved_rows must be >= 0, got {max_saved_rows}")
-    if path not in ("auto", "hopper", "portable"):
+    _check_sizes(max_tokens, max_saved_rows)
+    if path not in PATHS:
         raise ValueError(f"path must be auto, hopper or portable, got {path!r}")
     rows = config.ep_size * max_tokens * config.top_k + config.num_experts * ROW_TILE
     if rows >= 1 << 31:
         raise ValueError(f"ranks * max_tokens * top_k must stay below 2^31 rows, got {rows}")
+
+
+def _check_sizes(max_tokens: Any, max_saved_rows: Any) -> None:
+    if not (is_int(max_tokens) and max_tokens >= 0):
+        raise ValueError(f"max_tokens must be an integer >= 0, got {shown(max_tokens)}")
+    if not (max_saved_rows is None or (is_int(max_saved_rows) and max_saved_rows >= 0)):
+        raise ValueError(
+            f"max_saved_rows must be an integer >= 0 or None, got {shown(max_saved_rows)}"
+        )
 
 
 def _next_serial(heap: Any) -> int:

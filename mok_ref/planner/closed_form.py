@@ -46,8 +46,9 @@ class Estimate:
 class Setting:
     """Everything a prediction depends on except the batches: who does what, where.
 
-    x_kept  backward follows this layer's own forward, whose last macrobatch (the first of backward)
-            still lies in the ring: its x is not pulled again
+    x_kept        backward follows this layer's own forward, whose last macrobatch (the first of
+                  backward) still lies in the ring: its x is not pulled again
+    weights_held  MXFP8 weights are codes already; else each forward quantises them
     """
 
     hardware: Hardware
@@ -59,6 +60,7 @@ class Setting:
     sustained: bool = True
     float32_dw: bool = True
     x_kept: bool = False
+    weights_held: bool = False
 
     @property
     def costs(self) -> StageCosts:
@@ -86,18 +88,30 @@ class Setting:
         return minibatch_tables(self.work, self.owner, self.choice.minibatch, ranks)
 
 
-def head_seconds(setting: Setting) -> float:
-    """Launches, schedule kernels, the barrier, and every rank's ids from every other rank."""
+def head_seconds(setting: Setting, is_backward: bool = False) -> float:
+    """Launches, schedule kernels, quantisation, the barrier, and every rank's ids from every other
+    rank."""
     hardware, work = setting.hardware, setting.work
     remote = 1 - 1 / work.num_ranks
     ids = float(work.tokens.sum()) * setting.shape.top_k * 4.0 * remote
-    seconds = setting.constants.fixed_us * 1e-6
+    seconds = setting.constants.fixed_us * 1e-6 + quantise_seconds(setting, is_backward)
     if work.num_ranks > 1:
         seconds += hardware.barrier_us * 1e-6 + ids / hardware.link_rate
         seconds += hardware.link_latency_us * 1e-6
         if len(set(setting.domain.tolist())) > 1:
             seconds += hardware.network_latency_us * 1e-6
     return seconds
+
+
+def quantise_seconds(setting: Setting, is_backward: bool) -> float:
+    """What MXFP8 experts cost before the kernel: x (backward: dy) of the rank with most tokens,
+    and in forward the weights of the rank with most experts; 0 for bf16."""
+    shape = setting.shape
+    elements = float(setting.work.tokens.max()) * shape.hidden_size
+    if not is_backward and not setting.weights_held:
+        experts = int(np.bincount(setting.owner).max())
+        elements += 3.0 * experts * shape.hidden_size * shape.columns
+    return setting.costs.quantise(elements)
 
 
 def tail_seconds(setting: Setting) -> float:
@@ -196,7 +210,7 @@ def estimate(setting: Setting, is_backward: bool = False) -> Estimate:
     first = pulls * min(1.0, setting.choice.minibatch / max(rows, 1.0))
     tokens = float(setting.work.tokens.max())
     shared = setting.costs.shared_forward(tokens)
-    head = head_seconds(setting) + max(0.0, first - shared)
+    head = head_seconds(setting, is_backward) + max(0.0, first - shared)
     tail = tail_seconds(setting) + first * 0.5
     parts = {"compute": compute, "link": link, "network": network}
     bound = max(parts, key=lambda name: parts[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -198,6 +199,7 @@ def tune(
         device == "cpu" or arithmetic is None,
         f"--arithmetic must go with --device cpu (a GPU is exact), got {arithmetic!r}",
     )
+    check_device(device)
     words = {"hidden_size": "--hidden", "intermediate_size": "--intermediate"}
     words |= {"num_experts": "--experts", "top_k": "--top-k", "ep_size": "--ranks"}
     with option_names(**words):
@@ -236,15 +238,35 @@ def tune(
     print(f"best: {sizes_text(best)}  {best.ms:.3f} ms; {stored}")
 
 
+def check_device(device: str) -> None:
+    """Before anything is measured. Raises: HeapError saying what is missing and the way around."""
+    from mok_ref.heap.cuda_device import import_cupy
+    from mok_ref.heap.protocol import HeapError
+
+    if device == "cuda":
+        try:
+            import_cupy()
+        except HeapError as error:
+            raise HeapError(f"{error}; --device cpu measures the CPU layer") from error
+
+
 def sizes_text(tried: Tried) -> str:
     text = f"minibatch {tried.minibatch:6d}  macrobatch {tried.macrobatch:7d}"
     return f"{text}  clusters of {tried.cluster_size}" if tried.cluster_size > 1 else text
 
 
 Source = Annotated[Path, typer.Argument(help="Training run folder, plan or trace (.json).")]
-ReportOutput = Annotated[Path | None, typer.Option(help="HTML file; default: beside source.")]
+ReportOutput = Annotated[
+    Path | None,
+    typer.Option(help="HTML file; default: SOURCE.report.html, or report.html in a run."),
+]
 Measured = Annotated[Path | None, typer.Option(help="Measured trace to lay beside a plan's.")]
-ReportTrace = Annotated[Path | None, typer.Option(help="Write the plan's trace (.json).")]
+ReportTrace = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the plan's trace (.json); with --measured by default SOURCE.report.trace.json."
+    ),
+]
 Pictures = Annotated[Path | None, typer.Option(help="Folder for a plan's SVG files.")]
 ReportJson = Annotated[
     bool, typer.Option("--json", help="A run's numbers, else the files written, as JSON.")
@@ -263,9 +285,12 @@ def report(
     from .report import write_report
 
     page = output or default_page(source)
+    names = {"--output": "--output" if output else f"{page.name} (--output's default)"}
+    names["--trace"] = "--trace"
     if trace is None and measured is not None:
         trace = page.with_suffix(".trace.json")
-    check_report(source, page, measured, trace, pictures)
+        names["--trace"] = f"{trace.name} (--trace's default)"
+    check_report(source, page, measured, trace, pictures, names)
     needs_plan = trace is not None or pictures is not None
     beside = read_plan_and_trace(source, measured) if needs_plan else None
     write_report(source, page)
@@ -283,16 +308,22 @@ def report(
 
 
 def check_report(
-    source: Path, page: Path, measured: Path | None, trace: Path | None, pictures: Path | None
+    source: Path,
+    page: Path,
+    measured: Path | None,
+    trace: Path | None,
+    pictures: Path | None,
+    names: Mapping[str, str],
 ) -> None:
-    """Refuse wrong paths before anything is written. Raises: ValueError naming the option."""
+    """Refuse wrong paths before anything is written; `names` says how --output and --trace are
+    called in an error: a name that was not typed is told. Raises: ValueError naming the option."""
     require(
         measured is None or measured.is_file(),
         f"--measured must be an existing file, got {str(measured)!r}",
     )
     check_outputs(
-        ("--output", page, HTML),
-        ("--trace", trace, JSON),
+        (names["--output"], page, HTML),
+        (names["--trace"], trace, JSON),
         inputs={"source": source, "--measured": measured},
     )
     require(
@@ -333,4 +364,5 @@ def write_plan_files(
 
 
 def default_page(source: Path) -> Path:
-    return source / "report.html" if source.is_dir() else source.with_suffix(".html")
+    """A name that no other command's example gives to its own page (`plan --html plan.html`)."""
+    return source / "report.html" if source.is_dir() else source.with_suffix(".report.html")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from mok_ref.casefile import check_distinct, check_writable
 from mok_ref.install import install_hint
@@ -42,6 +45,32 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path.name}: not a text file: {error}") from None
+
+
+def parse_json(text: str, where: str, what: str = "JSON") -> Any:
+    """What a JSON text holds; `what` the file should have been.
+
+    Raises: ValueError naming the file: no JSON, nested too deeply, an integer of too many digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where}: not a {what} file: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: not a {what} file: {error}") from None
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The table that a TOML text holds.
+
+    Raises: ValueError naming the file: no TOML, nested too deeply, an integer of too many digits.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where}: not a TOML file: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: not a TOML file: {error}") from None
 
 
 def optional_module(name: str, extra: str = "planner") -> ModuleType:

@@ -6,12 +6,14 @@ planner knows a machine by name: what is not in the file cannot influence a pred
 
 from __future__ import annotations
 
-import tomllib
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import read_text, require
+from mok_ref.config import is_real, shown
+
+from .errors import parse_toml, read_text, require
 
 DATA = Path(__file__).parent / "data" / "hardware"
 
@@ -124,25 +126,25 @@ def parse_hardware(text: str, where: str) -> Hardware:
 
     Raises: ValueError naming the file and the figure that is missing, extra or out of range.
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{where}: not a TOML file: {error}") from None
+    table = parse_toml(text, where)
     figures = table.pop("figures", {})
     require(
-        isinstance(figures, dict), f"{where}: figures must be a table [figures], got {figures!r}"
+        isinstance(figures, dict),
+        f"{where}: figures must be a table [figures], got {shown(figures)}",
     )
     missing = [key for key in (*TEXT_FIELDS, *COUNT_FIELDS) if key not in table]
     missing += [key for key in FIGURES if key not in figures]
     extra = [*(set(table) - {*TEXT_FIELDS, *COUNT_FIELDS}), *(set(figures) - set(FIGURES))]
     require(not missing, f"{where}: missing {', '.join(missing)}")
     known = ", ".join((*TEXT_FIELDS, *COUNT_FIELDS, *FIGURES))
-    require(not extra, f"{where}: unknown {', '.join(sorted(extra))}; known are {known}")
+    words = [key if key.isprintable() else shown(key) for key in sorted(extra)]
+    require(not extra, f"{where}: unknown {', '.join(words)}; known are {known}")
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for key in FIGURES:
         values[key], sources[key] = parse_figure(figures[key], key, where)
     check_topology(table, values, where)
+    check_peaks(values, where)
     values["num_sms"] = int(values["num_sms"])
     return Hardware(**table, **values, sources=sources)
 
@@ -152,18 +154,18 @@ def check_topology(table: dict[str, Any], figures: dict[str, float], where: str)
     for key in TEXT_FIELDS:
         text = table[key]
         is_line = isinstance(text, str) and bool(text.strip()) and text.isprintable()
-        require(is_line, f"{where}: {key} must be one line of text, got {text!r}")
+        require(is_line, f"{where}: {key} must be one line of text, got {shown(text)}")
     for key in COUNT_FIELDS:
         count = table[key]
         require(
             isinstance(count, int) and not isinstance(count, bool) and count >= 1,
-            f"{where}: {key} must be an integer >= 1, got {count!r}",
+            f"{where}: {key} must be an integer >= 1, got {shown(count)}",
         )
     per_domain, domains = table["gpus_per_domain"], table["num_domains"]
     require(
         per_domain * domains <= MOST_GPUS,
         f"{where}: gpus_per_domain * num_domains must be at most {MOST_GPUS}, "
-        f"got {per_domain} * {domains}",
+        f"got {shown(per_domain)} * {shown(domains)}",
     )
     require(
         domains == 1 or figures["network_bytes_per_s"] > 0,
@@ -171,23 +173,34 @@ def check_topology(table: dict[str, Any], figures: dict[str, float], where: str)
     )
 
 
+def check_peaks(figures: dict[str, float], where: str) -> None:
+    """Nothing runs faster than the vendor's dense peak."""
+    for name in ("sustained_bf16", "burst_bf16", "sustained_fp8"):
+        peak_name = f"peak_{name.partition('_')[2]}_flops"
+        rate, peak = figures[f"{name}_flops"], figures[peak_name]
+        require(
+            rate <= peak,
+            f"{where}: {name}_flops.value must be at most {peak_name} = {peak:g}, got {rate:g}",
+        )
+
+
 def parse_figure(entry: object, key: str, where: str) -> tuple[float, str]:
     """One `{ value = number, source = "text" }`: the number in range, the source not empty."""
     require(
         isinstance(entry, dict) and set(entry) == {"value", "source"},
-        f"{where}: {key} must be {{ value = number, source = text }}, got {entry!r}",
+        f"{where}: {key} must be {{ value = number, source = text }}, got {shown(entry)}",
     )
     assert isinstance(entry, dict)
     value, source = entry["value"], entry["source"]
     require(
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e30,
-        f"{where}: {key}.value must be a number >= 0, got {value!r}",
+        is_real(value) and 0 <= value < math.inf,
+        f"{where}: {key}.value must be a number >= 0, got {shown(value)}",
     )
     require(value > 0 or key in MAY_BE_ZERO, f"{where}: {key}.value must be above 0, got {value!r}")
     least, most = next((low, high) for end, low, high in PLAUSIBLE if key.endswith(end))
     require(
         value == 0 or least <= value <= most,
-        f"{where}: {key}.value must lie in {least:g}..{most:g}, got {value!r}",
+        f"{where}: {key}.value must lie in {least:g}..{most:g}, got {shown(value)}",
     )
     require(
         key != "num_sms" or value == int(value),
@@ -195,7 +208,7 @@ def parse_figure(entry: object, key: str, where: str) -> tuple[float, str]:
     )
     require(
         isinstance(source, str) and bool(source.strip()),
-        f"{where}: {key}.source must say where the figure is from, got {source!r}",
+        f"{where}: {key}.source must say where the figure is from, got {shown(source)}",
     )
     return float(value), source
 
@@ -212,6 +225,8 @@ def load_hardware(name_or_path: str | Path | Hardware) -> Hardware:
     """
     if isinstance(name_or_path, Hardware):
         return name_or_path
+    is_name = isinstance(name_or_path, (str, Path))
+    require(is_name, f"hardware must be a name or a .toml file, got {shown(name_or_path)}")
     path = Path(name_or_path)
     if path.suffix != ".toml":
         require(

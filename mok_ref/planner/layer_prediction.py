@@ -2,6 +2,7 @@
 
 predict_layer(CASES["qwen3"], ranks=2, hardware="h200", direction="backward").seconds
 python -m mok_ref.planner.layer_prediction 8192x2048x768x128x8 --ranks 2 --direction backward
+python -m mok_ref.planner.layer_prediction qwen3:mxfp8
 """
 
 from __future__ import annotations
@@ -12,12 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from mok_ref.config import MoEConfig
+from mok_ref.config import DTYPES, GRAD_DTYPES, MoEConfig
 
-from .choice import Choice
+from .choice import SAVES, Choice
 from .closed_form import Setting
 from .errors import require
 from .hardware import Hardware, load_hardware
+from .layer_options import (
+    LARGEST,
+    MODES,
+    ROUTINGS,
+    WEIGHTS,
+    check_count,
+    check_options,
+    check_ranks,
+    check_word,
+)
 from .measurements import Measurement, sizes_of
 from .minibatch_simulation import Span
 from .plan import machine_factors
@@ -45,6 +56,7 @@ OPTIONS = (
     "shared",
     "communication_sms",
     "native_fp8",
+    "weights",
 )
 
 
@@ -53,39 +65,52 @@ def predict_layer(
     ranks: int = 1,
     hardware: str | Hardware = "h200",
     direction: str = "forward",
-    dtype: str = "bf16",
+    dtype: str | None = None,
     **options: Any,
 ) -> Prediction:
     """Simulate one direction of one layer.
 
     case       a case of the benchmark, or a mapping with T (tokens per rank), H, I, E, K and
-               perhaps "routing" ("uniform" or "zipf")
+               perhaps "routing" ("uniform" or "zipf") and "dtype"; where K > E, ids are drawn
+               with replacement, as in the benchmark's first case (the layer takes K of E)
+    ranks      must divide E: experts lie in order, E/R on each
+    dtype      of the experts, "bf16" or "mxfp8"; None: the case's, else bf16
     options    minibatch, macrobatch (the layer's own choice), save ("all"), mode ("sustained"),
-               dw_dtype ("bf16"), shared (0), communication_sms, native_fp8
+               dw_dtype ("bf16"), shared (0), communication_sms, native_fp8, weights ("not held":
+               an MXFP8 forward quantises them)
     Raises: ValueError naming the argument.
     """
-    require(direction in DIRECTIONS, f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    check_word(direction, "direction", DIRECTIONS)
     unknown = sorted(set(options) - set(OPTIONS))
     require(not unknown, f"unknown {', '.join(unknown)}; options are {', '.join(OPTIONS)}")
-    require(isinstance(ranks, int) and ranks >= 1, f"ranks must be an integer >= 1, got {ranks!r}")
+    check_options(options)
+    is_kept = direction == "forward" or options.get("save", "all") == "all"
+    require(is_kept, f"save must be all with direction backward, got {options.get('save')!r}")
     row = row_of(case, ranks, direction, dtype, options)
     setting = setting_of_row(row, corrected(hardware), fitted_constants())
     return predict(setting, direction == "backward")
 
 
 def row_of(
-    case: Any, ranks: int, direction: str, dtype: str, options: Mapping[str, Any]
+    case: Any, ranks: int, direction: str, dtype: str | None, options: Mapping[str, Any]
 ) -> Measurement:
     """The case as a row of the tables that has not been measured."""
-    given = case if isinstance(case, Mapping) else vars(case)
+    given = case if isinstance(case, Mapping) else getattr(case, "__dict__", {})
+    own = given.get("dtype")
+    require(
+        None in (own, dtype) or own == dtype or own == "bf16",
+        f"dtype must be the case's own, {own}, or left out, got {dtype!r}",
+    )
+    dtype = dtype or own or "bf16"
+    check_word(dtype, "dtype", DTYPES)
     sizes: dict[str, Any] = {}
     for letter, name in BENCH_NAMES.items():
         value = given.get(letter, given.get(name))
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        require(good, f"case must have {letter} ({name}) as an integer >= 1, got {value!r}")
-        sizes[letter] = value
-    routing = str(given.get("routing", "uniform"))
-    require(routing in ("uniform", "zipf"), f"routing must be uniform or zipf, got {routing!r}")
+        sizes[letter] = check_count(value, f"case's {letter} ({name})", LARGEST[letter])
+    ranks = check_ranks(ranks, sizes["E"])
+    require(sizes["E"] % ranks == 0, f"ranks must divide E, got ranks={ranks}, E={sizes['E']}")
+    routing = given.get("routing", "uniform")
+    check_word(routing, "routing", ROUTINGS)
     return Measurement(
         "predicted",
         str(given.get("name", given.get("case", "case"))),
@@ -93,7 +118,7 @@ def row_of(
         **sizes_of(sizes),
         ms=1.0,
         source="none",
-        routing=routing,
+        routing=str(routing),
         ranks=ranks,
         dtype=dtype,
         extra=dict(options),
@@ -183,40 +208,84 @@ def simulated_run(setting: Setting, backward: bool) -> list[Span]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one prediction."""
-    parser = argparse.ArgumentParser(description="Predicted time of one layer.")
-    parser.add_argument("sizes", help="TxHxIxExK, T per rank, or a case of the benchmark")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--hardware", default="h200")
-    parser.add_argument("--direction", default="forward", choices=DIRECTIONS)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "mxfp8"))
+    """Print one prediction and what it is of."""
+    parser = command_line()
     options = parser.parse_args(arguments)
+    words = {name: getattr(options, name) for name in ("save", "mode", "dw_dtype", "weights")}
     try:
-        case = case_of(options.sizes)
-        found = predict_layer(
-            case, options.ranks, options.hardware, options.direction, options.dtype
-        )
+        case = case_of(options.case)
+        given = {name: value for name, value in words.items() if value is not None}
+        asked = options.ranks, options.hardware, options.direction, options.dtype
+        found = predict_layer(case, *asked, **given)
+        print(heading(case, *asked, given))
     except ValueError as error:
         parser.error(str(error))
-    print(
-        f"{found.seconds * 1e3:.3f} ms, {found.tflops:.0f} TFLOP/s per GPU, "
-        f"{found.hidden_share:.0%} of transfers hidden"
-    )
+    hidden = "no transfers between ranks"
+    if options.ranks > 1:
+        hidden = f"{found.hidden_share:.0%} of transfers hidden"
+    print(f"{found.seconds * 1e3:.3f} ms, {found.tflops:.0f} TFLOP/s per GPU, {hidden}")
     return 0
 
 
-def case_of(text: str) -> Any:
-    """A case of the benchmark by its name, or TxHxIxExK."""
-    from mok_ref.bench.cases import CASES
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Predicted time of one layer.")
+    add = parser.add_argument
+    add("case", help="a case of the benchmarks or TxHxIxExK, T per rank; either with :mxfp8")
+    add("--ranks", type=int, default=1, help="GPUs that share the experts (1)")
+    add("--hardware", default="h200", help="a machine's name or TOML file (h200)")
+    add("--direction", default="forward", choices=DIRECTIONS, help="(forward)")
+    add("--dtype", choices=("bf16", "mxfp8"), help="of the experts (the case's, else bf16)")
+    add("--save", choices=SAVES, help="what forward keeps; backward's forward keeps all (all)")
+    add("--mode", choices=MODES, help="of the load: power limits it, or only the clock (sustained)")
+    add("--dw-dtype", choices=GRAD_DTYPES, help="backward: in which type dW is stored (bf16)")
+    add("--weights", choices=WEIGHTS, help="mxfp8 forward: are they quantised already? (not held)")
+    return parser
 
-    if text in CASES:
-        return CASES[text]
-    parts = text.split("x")
+
+def heading(
+    case: Any,
+    ranks: int,
+    hardware: str,
+    direction: str,
+    dtype: str | None,
+    given: Mapping[str, Any],
+) -> str:
+    """What is predicted, in one line."""
+    row = row_of(case, ranks, direction, dtype, given)
+    sizes = (row.tokens, row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
+    shape = " ".join(f"{letter} {size}" for letter, size in zip("THIEK", sizes, strict=True))
+    words = [f"{row.case}: {shape}", f"{row.ranks} x {hardware}", direction, row.dtype]
+    if direction == "forward":
+        words.append(f"save {given.get('save', 'all')}")
+        if row.dtype == "mxfp8":
+            words.append(f"weights {given.get('weights', 'not held')}")
+    else:
+        words += ["save all", f"dW {given.get('dw_dtype', 'bf16')}"]
+    return ", ".join([*words, str(given.get("mode", "sustained"))])
+
+
+def known_cases() -> dict[str, Any]:
+    """Cases of all benchmarks, of one GPU and of several."""
+    from mok_ref.bench.cases import CASES
+    from mok_ref.bench.links_layer import BF16_CASES
+
+    return {case.name: case for case in BF16_CASES} | CASES
+
+
+def case_of(text: str) -> Any:
+    """A case of the benchmarks by its name, or TxHxIxExK; with :mxfp8 one of MXFP8 experts."""
+    cases = known_cases()
+    name, colon, dtype = text.partition(":")
+    parts = name.split("x")
+    is_sizes = len(parts) == 5 and all(part.isdecimal() for part in parts)
     require(
-        len(parts) == 5 and all(part.isdecimal() for part in parts),
-        f"sizes must be TxHxIxExK or one of {', '.join(CASES)}, got {text!r}",
+        (name in cases or is_sizes) and (not colon or dtype in ("bf16", "mxfp8")),
+        f"case must be TxHxIxExK or one of {', '.join(cases)}, perhaps with :mxfp8, got {text!r}",
     )
-    return dict(zip("THIEK", map(int, parts), strict=True))
+    found = dict(vars(cases[name])) if name in cases else {"name": name}
+    if is_sizes and name not in cases:
+        found |= dict(zip("THIEK", map(int, parts), strict=True))
+    return found | ({"dtype": dtype} if dtype else {})
 
 
 if __name__ == "__main__":

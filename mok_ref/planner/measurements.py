@@ -5,16 +5,17 @@
     data/measurements/published.toml  several GPUs, by others
     docs/results/*.json               this project's kernel, written by the benchmark
 
-The results files are reports of `mok-ref bench --json`, or hold
+The results files are reports of `mok-ref bench --json`, of `python -m mok_ref.bench.mxfp8`, of
+several GPUs (mok_ref/bench/links_run.py), or hold
 {"device": {"gpu", "driver", "date"}, "rows": [{"case", "T", "H", "I", "E", "K", "direction",
 "ms_ours", "ms_dense", "bits_ok", ...}]}; further keys that are read if present:
 "routing" ("uniform" or "zipf"), "ranks", "dtype", "mode" ("sustained" or "bursts"), "save",
-"dw_dtype", "shared", "minibatch", "macrobatch".
+"dw_dtype", "shared", "minibatch", "macrobatch", "weights" ("held" or "not held": MXFP8). A report
+without any such row is named by `unread_reports`.
 """
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from .errors import require
+from .errors import parse_json, read_text
+from .report_form import check_report
 from .workload import Workload, counts_of, draw_ids, popularity
 
 DATA = Path(__file__).parent / "data" / "measurements"
@@ -33,6 +35,15 @@ NEEDED = ("case", "T", "H", "I", "E", "K", "direction", "ms_ours")
 # cases whose rows may be fitted: one with large experts, one with many small ones, one of few
 # tokens; a held-out row is of another shape, token count or routing than any of these
 FITTED_CASES = ("dsv3", "dsv3-rank", "qwen3", "small-128")
+# what the report of MXFP8 beside bf16 timed, in the words of a row; bf16 is there to compare with
+MXFP8_CONTENDERS: dict[str, dict[str, str]] = {
+    "bf16 kernel": {"direction": "forward kernel", "dtype": "bf16"},
+    "mxfp8 kernel": {"direction": "forward kernel", "dtype": "mxfp8"},
+    "bf16 step": {"direction": "forward", "dtype": "bf16"},
+    "mxfp8 step": {"direction": "forward", "dtype": "mxfp8", "weights": "not held"},
+    "mxfp8 step, weights held": {"direction": "forward", "dtype": "mxfp8", "weights": "held"},
+}
+MXFP8_GROUP = "kernel, MXFP8"
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,7 @@ FLOP_FACTORS = {
     "forward": 6.0,
     "forward products": 6.0,
     "forward layer": 6.0,
+    "forward kernel": 6.0,
     "backward": 12.0,
     "forward and backward": 18.0,
     "backward float32": 12.0,
@@ -135,7 +147,7 @@ def kernel_rows(paths: Iterable[Path]) -> list[Measurement]:
     """This project's kernel, from benchmark results; of what several files measured, the newest.
 
     Rows whose bits were not right are no measurements of this kernel and are left out.
-    Raises: ValueError naming the file and the missing key.
+    Raises: ValueError naming the file, the row and the key that is missing or wrong.
     """
     tables = [(path.name, results_table(path)) for path in sorted(paths)]
     tables.sort(key=lambda item: (str(item[1].get("device", {}).get("date", "")), item[0]))
@@ -145,21 +157,28 @@ def kernel_rows(paths: Iterable[Path]) -> list[Measurement]:
         for row in rows_of_table(table):
             if not isinstance(row, dict) or row.get("ms_ours") is None:
                 continue
-            missing = [key for key in NEEDED if key not in row]
-            require(not missing, f"{name}: row without {', '.join(missing)}: {row}")
             if row.get("bits_ok", True):
                 made = kernel_row(row, device, name)
                 newest[what_was_measured(made)] = made
     return list(newest.values())
 
 
+def unread_reports(paths: Iterable[Path]) -> list[str]:
+    """Names of the files that give no row: no time of a layer in a form that `kernel_rows` reads,
+    or wrong bits."""
+    return [path.name for path in sorted(paths) if not kernel_rows([path])]
+
+
 def results_table(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where the file holds something else than an object."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name}: not a JSON file: {error}") from None
-    return table if isinstance(table, dict) else {}
+    """A JSON object; {} where the file holds something else than an object.
+
+    Raises: ValueError naming the file, the row and the key that is wrong.
+    """
+    table = parse_json(read_text(path), path.name)
+    if not isinstance(table, dict):
+        return {}
+    check_report(table, path.name)
+    return table
 
 
 def rows_of_table(table: dict[str, Any]) -> list[Any]:
@@ -168,16 +187,23 @@ def rows_of_table(table: dict[str, Any]) -> list[Any]:
         return rows_of_layers(table)
     if not isinstance(table.get("rows"), list):
         return []
-    is_bench = any(isinstance(row, dict) and "contender" in row for row in table["rows"])
-    return rows_of_bench(table) if is_bench else table["rows"]
+    rows = [row for row in table["rows"] if isinstance(row, dict)]
+    if any("contender" in row for row in rows):
+        return rows_of_bench(table)
+    if any(isinstance(row.get("ms"), dict) for row in rows):
+        return rows_of_mxfp8(rows)
+    return table["rows"]
+
+
+VARIANT_KEYS = ("mode", "save", "dw_dtype", "shared", "weights")
 
 
 def what_was_measured(row: Measurement) -> tuple:
     """Equal for two measurements of the same thing."""
-    variant = tuple(str(row.extra.get(key)) for key in ("mode", "save", "dw_dtype", "shared"))
+    variant = tuple(str(row.extra.get(key)) for key in VARIANT_KEYS)
     batches = tuple(row.extra.get(key) for key in ("minibatch", "macrobatch"))
     sizes = (row.tokens, row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
-    return (row.case, row.what, *sizes, row.routing, row.hardware, row.ranks, row.dtype,
+    return (row.group, row.case, row.what, *sizes, row.routing, row.hardware, row.ranks, row.dtype,
             variant, batches)  # fmt: skip
 
 
@@ -185,7 +211,7 @@ def kernel_row(row: dict[str, Any], device: dict[str, Any], name: str) -> Measur
     case = str(row["case"])
     gpu = str(device.get("gpu", "H200"))
     ranks, dtype = int(row.get("ranks", 1)), str(row.get("dtype", "bf16"))
-    group = "kernel" if dtype == "bf16" else "kernel, MXFP8"
+    group = str(row.get("group", "kernel" if dtype == "bf16" else MXFP8_GROUP))
     return Measurement(
         group if ranks == 1 else "kernel on several H200",
         case,
@@ -204,7 +230,10 @@ def kernel_row(row: dict[str, Any], device: dict[str, Any], name: str) -> Measur
 
 def role_of(case: str, row: dict[str, Any]) -> str:
     """ "fit" for the fitted cases on one GPU, sustained and in bursts (power limits only the
-    former: together they tell it from the clock); all others are "held out"."""
+    former: together they tell it from the clock); all others are "held out", but for bf16 beside
+    MXFP8, which is there to compare with."""
+    if row.get("group") == MXFP8_GROUP and row.get("dtype") == "bf16":
+        return "context"
     is_fit = case in FITTED_CASES and int(row.get("ranks", 1)) == 1
     return "fit" if is_fit else "held out"
 
@@ -239,6 +268,31 @@ def rows_of_bench(table: dict[str, Any]) -> list[dict[str, Any]]:
                     "dtype": dtype or "bf16",
                     **variant_of(row),
                     "bits_ok": table.get("bits", {}).get(full_name, "equal") == "equal",
+                }
+            )
+    return result
+
+
+def rows_of_mxfp8(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in the form of `NEEDED` from a report of mok_ref/bench/mxfp8.py: forward steps and
+    their kernels alone, MXFP8 and bf16 of the same run, in one group. Rounds of 30 ms with pauses
+    between them: nearer to the benchmark's bursts than to its sustained load."""
+    sizes = ("tokens", "hidden", "intermediate", "experts", "top_k")
+    result = []
+    for row in rows:
+        for contender, words in MXFP8_CONTENDERS.items():
+            if contender not in row["ms"]:
+                continue
+            result.append(
+                {
+                    "case": row["case"],
+                    **{letter: row[name] for letter, name in zip("THIEK", sizes, strict=True)},
+                    "ms_ours": row["ms"][contender],
+                    "mode": "bursts",
+                    "save": "none",
+                    "group": MXFP8_GROUP,
+                    "bits_ok": not row.get("differing"),
+                    **words,
                 }
             )
     return result

@@ -7,13 +7,12 @@ Files in `data/models/*.toml`, or a user's file or dict in the same form. The pl
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .errors import read_text, require
+from .errors import parse_toml, read_text, require
 
 DATA = Path(__file__).parent / "data" / "models"
 SCORES = ("softmax", "sigmoid")
@@ -231,16 +230,4 @@ def load_model(model: str | Path | Mapping[str, Any] | ModelDescription) -> Mode
         )
         path = DATA / f"{model}.toml"
     require(path.is_file(), f"model file must exist, got {str(path)!r}")
-    try:
-        table = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path.name}: not a TOML file: {error}") from None
-    return model_from_table(table, path.stem)
-
-
-def layer_model(
-    hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, **rest: Any
-) -> ModelDescription:
-    """A description of a single layer, for predictions of one kernel."""
-    base = ModelDescription("layer", hidden_size, intermediate_size, num_experts, top_k)
-    return replace(base, **rest)
+    return model_from_table(parse_toml(read_text(path), path.name), path.stem)

@@ -14,7 +14,7 @@ import numpy as np
 
 from .choice import Choice
 from .closed_form import Setting
-from .errors import require
+from .errors import parse_json, require
 from .hardware import Hardware, load_hardware
 from .models import ModelDescription, load_model, model_from_table
 from .prediction import Prediction
@@ -91,10 +91,7 @@ def parse_plan(text: str, where: str) -> Plan:
 
     Raises: ValueError naming the file and what is wrong with it.
     """
-    try:
-        table = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not a JSON file: {error}") from None
+    table = parse_json(text, where)
     is_plan = isinstance(table, dict) and table.get("schema") == SCHEMA
     require(is_plan, f"{where}: schema must be {SCHEMA!r}")
     table.pop("schema")
@@ -278,10 +275,21 @@ def choice_lines(plan: Plan) -> list[str]:
         ("experts", f"{choice.dtype}, placed {plan.predicted['placement']}"),
         ("batches", f"minibatch {choice.minibatch} rows, macrobatch {choice.macrobatch} rows"),
         ("rows moved by", movers),
-        ("sharding", f"{choice.sharding} over data-parallel copies"),
+        ("sharding", sharding_text(choice)),
         ("kept for backward", f"gate and up of rows: {choice.save}{recomputed}"),
     ]
     return [f"  {name:18s} {value}" for name, value in rows]
+
+
+def sharding_text(choice: Choice) -> str:
+    """What copies share: experts have one on each of dp groups, everything else one on each GPU."""
+    if choice.sharding == "none":
+        return "none"
+    if choice.num_gpus == 1:
+        return "nothing to share: one GPU"
+    what = "optimizer" if choice.sharding == "optimizer" else "gradients, optimizer"
+    experts = f"over {choice.dp_size}" if choice.dp_size > 1 else "one copy"
+    return f"{what}: experts {experts}, rest over {choice.num_gpus} GPUs"
 
 
 def predicted_lines(plan: Plan) -> list[str]:
@@ -292,13 +300,15 @@ def predicted_lines(plan: Plan) -> list[str]:
         f"MFU {step['mfu']:.1%}"
     ]
     lines += [f"    {name:28s} {value * 1e3:9.1f} ms" for name, value in step["parts"].items()]
-    lines.append("  one MoE layer      ms   TFLOP/s    MFU   communication hidden   links busy")
+    lines.append("  one MoE layer      ms   TFLOP/s    MFU   communication hidden   link share")
+    linked = plan.chosen.ep_size > 1  # one rank sends nothing that could be hidden
+    none = f"{'-':>22s} {'-':>12s}"
     for name in ("forward", "backward"):
         p = plan.predicted[name]
-        lines.append(
-            f"    {name:10s} {p['ms']:8.3f} {p['tflops']:9.0f} {p['mfu']:6.0%} "
-            f"{p['hidden_share']:22.0%} {p['link_share']:12.0%}"
-        )
+        shares = f"{p['hidden_share']:22.0%} {p['link_share']:12.0%}" if linked else none
+        lines.append(f"    {name:10s} {p['ms']:8.3f} {p['tflops']:9.0f} {p['mfu']:6.0%} {shares}")
+    if linked:
+        lines.append("    link share: bytes of the busiest port over its nominal rate and the time")
     return lines
 
 
@@ -307,7 +317,10 @@ def memory_lines(plan: Plan) -> list[str]:
     memory = plan.memory
     total, capacity = memory["total"] / 1e9, memory["capacity"] / 1e9
     lines = [f"  {total:.1f} of {capacity:.1f} GB"]
-    if not memory["fits"]:
+    if memory["fits"]:
+        reserve = memory["parts"].get("reserve", 0.0) / 1e9
+        lines[0] += f", {reserve:.1f} GB of it a reserve; {capacity - total:.1f} GB left"
+    else:
         lines[0] += f": DOES NOT FIT, by {total - capacity:.1f} GB; no split searched needs less"
     return lines + [f"    {k:28s} {v / 1e9:9.1f} GB" for k, v in top_parts(memory["parts"])]
 

@@ -107,7 +107,7 @@ def predict(setting: Setting, is_backward: bool = False, with_spans: bool = Fals
 
 
 def prediction_from(setting: Setting, simulation: Simulation, is_backward: bool) -> Prediction:
-    head, tail = head_seconds(setting), tail_seconds(setting)
+    head, tail = head_seconds(setting, is_backward), tail_seconds(setting)
     seconds = head + simulation.seconds + tail
     busiest = float(max(simulation.sent.max(), simulation.received.max()))
     is_fp8 = setting.shape.native_fp8 and setting.hardware.native_mxfp8 > 0

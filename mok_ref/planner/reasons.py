@@ -6,19 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .choice import Choice
-from .closed_form import Setting, estimate
+from .closed_form import Estimate, Setting, estimate
 from .memory import memory_report
 from .placement import in_order
 from .search import (
-    COMMUNICATION_SMS,
     MINIBATCHES,
     Candidate,
     Question,
+    communication_sms,
     padded_rows,
     parse_routing,
 )
 from .workload import foreign_routing
 
+TIGHT = 0.03  # share of the memory; a plan that leaves less is warned about
 WARNING = "WARNING:"  # how a reason begins that questions the input
 
 
@@ -33,6 +34,7 @@ def reasons_for(question: Question, best: Candidate, others: list[Candidate]) ->
         lambda: minibatch_reason(best),
         lambda: communication_reason(best),
         lambda: memory_reason(question, best),
+        lambda: tight_reason(best),
     ]
     return [text for text in (make() for make in makers) if text]
 
@@ -99,14 +101,26 @@ def unused_reason(question: Question, best: Candidate) -> str | None:
 
 def bound_reason(best: Candidate) -> str:
     forward, backward = best.forward, best.backward
-    text = f"forward is bound by {forward.bound}, backward by {backward.bound}"
-    if best.simulated:
-        first, second = best.simulated
-        text += (
-            f"; {first.hidden_share:.0%} and {second.hidden_share:.0%} of the communication is "
-            f"hidden, links are {first.link_share:.0%} and {second.link_share:.0%} busy"
-        )
-    return text
+    text = f"forward is bound by {needs(forward)}, backward by {needs(backward)} (closed form)"
+    if not best.simulated or best.choice.ep_size == 1:
+        return text
+    first, second = best.simulated
+    machine = best.setting.hardware
+    reached = machine.link_rate / machine.link_bytes_per_s
+    return (
+        f"{text}; simulated, {first.hidden_share:.0%} and {second.hidden_share:.0%} of the "
+        f"communication is hidden and ports carry {first.link_share:.0%} and "
+        f"{second.link_share:.0%} of their nominal {machine.link_bytes_per_s / 1e9:.0f} GB/s, of "
+        f"which rows reach {reached:.0%} at most: a link is full long before it is 100 % busy"
+    )
+
+
+def needs(estimate: Estimate) -> str:
+    """The bound with its time, beside the products' (or the link's) own."""
+    if estimate.bound == "compute":
+        return f"compute ({estimate.compute * 1e3:.2f} ms, links {estimate.link * 1e3:.2f} ms)"
+    moved = estimate.network if estimate.bound == "network" else estimate.link
+    return f"{estimate.bound} ({moved * 1e3:.2f} ms, products {estimate.compute * 1e3:.2f} ms)"
 
 
 def placement_reason(best: Candidate) -> str:
@@ -139,20 +153,23 @@ def communication_reason(best: Candidate) -> str:
     setting, choice = best.setting, best.choice
     here = layer_ms(setting)
     texts = []
-    for sms in COMMUNICATION_SMS:
+    for sms in communication_sms(setting.hardware):
         if sms == choice.communication_sms:
             continue
         other = replace(setting, choice=replace(choice, communication_sms=sms))
         name = f"{sms} SMs" if sms else "helper warps"
         texts.append(f"{name} {layer_ms(other) / here - 1:+.1%}")
     chosen = f"{choice.communication_sms} SMs" if choice.communication_sms else "helper warps"
-    return f"rows are moved by {chosen} ({', '.join(texts)})"
+    others = ", ".join(texts) or "the machine has no SMs to spare"
+    return f"rows are moved by {chosen} ({others})"
 
 
 def memory_reason(question: Question, best: Candidate) -> str:
     """What a roomier setting would need."""
     text = f"{best.memory.total / 1e9:.0f} of {best.memory.capacity / 1e9:.0f} GB per GPU"
-    text += f", most of it the {best.memory.largest}"
+    reserve = best.memory.parts["reserve"] / 1e9
+    text += f", most of it the {best.memory.largest}, {reserve:.0f} GB a reserve for the driver's "
+    text += "context, kernels and fragmentation"
     rows = padded_rows(best.setting.work, best.setting.owner)
     roomy = replace(best.choice, sharding="none", save="all")
     need = memory_report(
@@ -166,3 +183,15 @@ def memory_reason(question: Question, best: Candidate) -> str:
     if need > best.memory.total * 1.01:
         text += f"; without sharding, with save all and no recomputation {need / 1e9:.0f} GB"
     return text
+
+
+def tight_reason(best: Candidate) -> str | None:
+    """A warning where the plan fits, but hardly."""
+    memory = best.memory
+    left = memory.capacity - memory.total
+    if not memory.fits or left >= TIGHT * memory.capacity:
+        return None
+    return (
+        f"{WARNING} beside the reserve only {left / 1e9:.1f} GB ({left / memory.capacity:.1%}) of "
+        "memory are left; fewer --tokens or more --gpus leave more"
+    )

@@ -63,10 +63,6 @@ def cell_text(cell: object) -> str:
     return str(cell)
 
 
-def bullets(lines: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
-
-
 # --------------------------------------------------------------------------- plans
 
 
@@ -192,7 +188,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if i == len(lines) - 1:
                 break
             raise ValueError(f"{path.name}: line {i + 1} is not JSON: {error}") from None

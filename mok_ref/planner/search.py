@@ -238,7 +238,7 @@ def candidates_of_split(question: Question, ep: int, tp: int, dp: int) -> list[C
     for minibatch in MINIBATCHES:
         if minibatch > MINIBATCHES[0] and minibatch > mean_rows:
             continue
-        for sms in COMMUNICATION_SMS:
+        for sms in communication_sms(question.hardware):
             choice = Choice(
                 ep, tp, dp, "optimizer", minibatch, minibatch * 4, sms, "all", question.dtype
             )
@@ -247,6 +247,11 @@ def candidates_of_split(question: Question, ep: int, tp: int, dp: int) -> list[C
             )
             found.append(evaluate(question, setting, placement, tokens))
     return found
+
+
+def communication_sms(hardware: Hardware) -> list[int]:
+    """Numbers of SMs that could only move rows while others compute; 0 stands for none."""
+    return [sms for sms in COMMUNICATION_SMS if sms < hardware.num_sms]
 
 
 def rank_key(candidate: Candidate) -> tuple[bool, float]:

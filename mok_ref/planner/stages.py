@@ -46,6 +46,8 @@ class KernelConstants:
                       not hide: a tile's first operands come late when its weights are cold
     copy_us_per_mb    issue slots that gather and scatter take from the math, per MB of rows
     dequantise_share  MXFP8 expanded to bf16 inside the kernel: factor on issue time
+    quantise_share    kernels that quantise x, dy and weights for MXFP8: time over that of their
+                      memory traffic alone
     fixed_us          launches and schedule kernels of one direction
     """
 
@@ -59,6 +61,7 @@ class KernelConstants:
     tail_share: float = 0.9
     copy_us_per_mb: float = 0.2
     dequantise_share: float = 1.15
+    quantise_share: float = 1.5
     fixed_us: float = 40.0
 
     def __post_init__(self) -> None:
@@ -346,6 +349,16 @@ class StageCosts:
         write = elements * (4.0 if self.float32_dw else 2.0)
         power = self.power_seconds(6.0 * n * s.hidden_size * s.columns)
         return self.together(max(issue, power), self.memory_seconds(read, write))
+
+    def quantise(self, elements: float) -> float:
+        """bf16 to MXFP8 codes and scales, streaming: 2 bytes in, 33/32 out of each element.
+
+        Native products are measured by others on operands that are codes already.
+        """
+        if self.shape.dtype != "mxfp8" or self.shape.native_fp8:
+            return 0.0
+        traffic = self.memory_seconds(2.0 * elements, 33 / 32 * elements)
+        return self.constants.quantise_share * traffic
 
     def combine(self, num_tokens: float) -> float:
         """Epilogue: K rows of the combine buffer into each token, streaming."""

@@ -322,7 +322,7 @@ def simulate_tasks(
     tasks = RankTasks(setting, rank, is_backward, with_spans)
     tokens = float(setting.work.tokens[rank])
     seconds = tasks.run(tokens)
-    head, tail = head_seconds(setting), tail_seconds(setting)
+    head, tail = head_seconds(setting, is_backward), tail_seconds(setting)
     rows = float(tasks.blocks.valid.sum())
     flops = layer_flops(rows, setting.shape, tokens) * (2 if is_backward else 1)
     return TaskRun(

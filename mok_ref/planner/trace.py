@@ -14,10 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from .errors import require
+from mok_ref.config import is_int, is_real, shown
+
+from .errors import parse_json, read_text, require
 from .minibatch_simulation import Span
 
 LANES = ("pull", "compute", "push")
+MOST_PID = 1 << 53  # of a trace that is read
+MOST_MICROSECONDS = 1e18  # stamps may count from any epoch
+MOST_DIGITS = 9  # of a lane's number
 
 # One record per finished task of a kernel run with --trace: who, what, and globaltimer stamps.
 # CUDA twin: cuda_src/trace.cuh: TraceRecord
@@ -150,7 +155,8 @@ def lane_order(lane: str) -> tuple[int, int, str]:
     if lane in LANES:
         return 0, LANES.index(lane), lane
     number = lane.removeprefix("SM ").split(" ")[0]
-    return 1, int(number) if number.isdigit() else 0, lane
+    is_number = number.isascii() and number.isdecimal() and len(number) <= MOST_DIGITS
+    return 1, int(number) if is_number else 0, lane
 
 
 def chrome_events(spans: Sequence[Span], shift_process: int = 0, title: str = "rank") -> list[dict]:
@@ -212,22 +218,77 @@ def read_timelines(path: Path) -> dict[str, list[Span]]:
 
     Raises: ValueError naming the file if it is no trace.
     """
+    table = parse_json(read_text(path), path.name, "trace")
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        names = {
-            (e["name"], e["pid"], e["tid"]): str(e["args"]["name"])
-            for e in events
-            if e["ph"] == "M"
-        }
-        found: dict[str, list[Span]] = {}
-        for e in events:
-            if e["ph"] != "X":
-                continue
-            pid, tid = e["pid"], e["tid"]
+        return timelines_of(table)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: not a trace file: {error}") from None
+
+
+def timelines_of(table: Any) -> dict[str, list[Span]]:
+    """Spans of a trace file's table by timeline. Other programs write traces, too: what is no
+    complete event and names nothing is left out.
+
+    Raises: ValueError naming the event, the key, the rule and the value.
+    """
+    events = table.get("traceEvents") if isinstance(table, dict) else None
+    require(isinstance(events, list), f"traceEvents must be a list, got {shown(events)}")
+    assert isinstance(events, list)
+    for i, event in enumerate(events):
+        require(isinstance(event, dict), f"event {i} must be an object, got {shown(event)}")
+    names = {
+        (event["name"], *thread_of(event, i)): lane_name(event, i)
+        for i, event in enumerate(events)
+        if event.get("ph") == "M" and event.get("name") in ("process_name", "thread_name")
+    }
+    found: dict[str, list[Span]] = {}
+    for i, event in enumerate(events):
+        if event.get("ph") == "X":
+            pid, tid = thread_of(event, i)
             title = names.get(("process_name", pid, 0), "").rpartition("rank")[0].strip()
             lane = names.get(("thread_name", pid, tid), str(tid))
-            start, end = e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6
-            found.setdefault(title, []).append(Span(pid, lane, e["name"], start, end))
-        return found
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path.name}: not a trace file: {error!r}") from None
+            start = microseconds(event, "ts", i)
+            end = start + microseconds(event, "dur", i)
+            span = Span(pid, lane, text_of(event, "name", i), start / 1e6, end / 1e6)
+            found.setdefault(title, []).append(span)
+    for spans in found.values():
+        takes_time = any(span.end > span.start for span in spans)
+        require(takes_time, "dur must be above 0 in one event at least")
+    return found
+
+
+def thread_of(event: dict[str, Any], index: int) -> tuple[int, int | str]:
+    """(pid, tid) of an event: a rank; a number or a name, 0 where there is none."""
+    pid: Any = event.get("pid")
+    tid: Any = event.get("tid", 0)
+    is_rank = is_int(pid) and abs(pid) <= MOST_PID
+    require(is_rank, f"event {index}: pid must be an integer to 2^53, got {shown(pid)}")
+    is_thread = isinstance(tid, str) or (is_int(tid) and abs(tid) <= MOST_PID)
+    require(is_thread, f"event {index}: tid must be an integer or text, got {shown(tid)}")
+    return pid, text_of(event, "tid", index) if isinstance(tid, str) else tid
+
+
+def lane_name(event: dict[str, Any], index: int) -> str:
+    """The name that a metadata event gives to its process or thread."""
+    args: Any = event.get("args")
+    require(isinstance(args, dict), f"event {index}: args must be an object, got {shown(args)}")
+    return text_of(args, "name", index)
+
+
+def text_of(table: dict[str, Any], key: str, index: int) -> str:
+    """Text that UTF-8 can write: JSON may hold halves of characters."""
+    text = table.get(key)
+    is_text = isinstance(text, str) and not any("\ud800" <= char <= "\udfff" for char in text)
+    require(is_text, f"event {index}: {key} must be text, got {shown(text)}")
+    return str(text)
+
+
+def microseconds(event: dict[str, Any], key: str, index: int) -> float:
+    """A time stamp or a duration."""
+    value: Any = event.get(key)
+    is_time = is_real(value) and 0 <= value <= MOST_MICROSECONDS
+    require(
+        is_time,
+        f"event {index}: {key} must be a number in 0..{MOST_MICROSECONDS:g}, got {shown(value)}",
+    )
+    return float(value)

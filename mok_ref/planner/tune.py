@@ -13,16 +13,26 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from mok_ref.casefile import check_writable
 from mok_ref.config import ROW_TILE, MoEConfig
+from mok_ref.heap.cuda_device import import_cupy
 
 from .errors import require
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 SCHEMA = "mok_ref.tuning/1"
 MINIBATCHES = (1024, 2048, 4096, 8192)
@@ -30,6 +40,7 @@ SLOTS = (2, 4, 8)
 CLUSTER_SIZES = (1, 2)
 FINALISTS = 3
 FINAL_ROUNDS = 3
+LOCK_SECONDS = 20.0  # a file is replaced in milliseconds
 CALLS_WITHOUT_PAUSE = {"cpu": 1, "cuda": 10}  # of one sample
 MARGIN = 0.01  # what is closer than this to the layer's own choice is noise
 
@@ -97,55 +108,129 @@ def tuning_key(config: MoEConfig, name: str, num_tokens: int) -> str:
 
 
 def read_tuning(path: Path) -> dict[str, Any]:
-    """All stored entries; an absent or foreign file holds none."""
+    """All stored entries; an absent, damaged or foreign file holds none."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError, RecursionError):  # no file, no UTF-8, no JSON, too many digits
         return {}
     is_ours = isinstance(table, dict) and table.get("schema") == SCHEMA
     return dict(table["entries"]) if is_ours and isinstance(table.get("entries"), dict) else {}
 
 
-def tuned(config: MoEConfig, device: str, num_tokens: int, path: Path | None = None) -> MoEConfig:
-    """`config` with measured minibatch and macrobatch, where it names none and some are stored.
+def most_rows(config: MoEConfig, num_tokens: int) -> int:
+    """Rows that the routing could give one rank, every expert's segment padded to whole tiles, at
+    the largest T that shares an entry with `num_tokens`."""
+    routes = config.ep_size * token_bucket(num_tokens) * config.top_k
+    rows = routes + config.num_experts * (ROW_TILE - 1)
+    return max(ROW_TILE, -(-rows // ROW_TILE) * ROW_TILE)
+
+
+def are_sizes(candidate: Candidate, rows: int) -> bool:
+    """Whether a layer of at most `rows` rows can take these sizes: whole tiles, a ring of whole
+    minibatches none of which would never be filled, clusters that a kernel knows."""
+    minibatch, macrobatch = candidate.minibatch, candidate.macrobatch
+    numbers = (minibatch, macrobatch, candidate.cluster_size)
+    return (
+        all(type(number) is int for number in numbers)  # neither 1.0 nor True
+        and ROW_TILE <= minibatch <= rows
+        and minibatch % ROW_TILE == 0
+        and minibatch <= macrobatch < rows + minibatch
+        and macrobatch % minibatch == 0
+        and candidate.cluster_size in CLUSTER_SIZES
+    )
+
+
+def stored_sizes(
+    config: MoEConfig, device: str, num_tokens: int, path: Path | None
+) -> Candidate | None:
+    """What was measured for this layer, where it names no sizes itself.
 
     Entries that are no valid sizes are ignored: a damaged cache costs speed, never a result.
     """
     if config.minibatch is not None or config.macrobatch is not None:
+        return None
+    entries = read_tuning(path or tuning_path())
+    if not entries:
+        return None
+    entry = entries.get(tuning_key(config, device_name(device), num_tokens))
+    names = ("minibatch", "macrobatch", "cluster_size")
+    if not isinstance(entry, dict) or any(name not in entry for name in names):
+        return None
+    found = Candidate(*(entry[name] for name in names))
+    return found if are_sizes(found, most_rows(config, num_tokens)) else None
+
+
+def tuned(config: MoEConfig, device: str, num_tokens: int, path: Path | None = None) -> MoEConfig:
+    """`config` with measured minibatch and macrobatch, where it names none and some are stored."""
+    found = stored_sizes(config, device, num_tokens, path)
+    if found is None:
         return config
-    path = path or tuning_path()
-    if not path.is_file():
-        return config
-    entry = read_tuning(path).get(tuning_key(config, device_name(device), num_tokens))
-    if not isinstance(entry, dict):
-        return config
-    try:
-        return replace(config, minibatch=entry["minibatch"], macrobatch=entry["macrobatch"])
-    except (KeyError, ValueError):
-        return config
+    return replace(config, minibatch=found.minibatch, macrobatch=found.macrobatch)
 
 
 def tuned_cluster_size(
     config: MoEConfig, device: str, num_tokens: int, path: Path | None = None
 ) -> int:
     """CTAs that share weight tiles, as measured together with the sizes of `tuned`; 1 without."""
-    path = path or tuning_path()
-    if config.minibatch is not None or config.macrobatch is not None or not path.is_file():
-        return 1
-    entry = read_tuning(path).get(tuning_key(config, device_name(device), num_tokens))
-    size = entry.get("cluster_size") if isinstance(entry, dict) else None
-    return size if size in CLUSTER_SIZES else 1
+    found = stored_sizes(config, device, num_tokens, path)
+    return 1 if found is None else found.cluster_size
+
+
+def check_store(path: Path) -> None:
+    """Make the folder of `path`; refuse, before anything is measured, what cannot be written.
+
+    Raises: ValueError naming the file, RuntimeError or OSError if it cannot be locked.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"tuning file ($MOK_REF_CACHE) must lie in a folder that can be made, got {path}: "
+            f"{error.strerror}"
+        ) from None
+    check_writable(path, "tuning file ($MOK_REF_CACHE)")
+    with locked(path):  # the file system may know no locks
+        pass
+
+
+@contextmanager
+def locked(path: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Hold `path`'s lock file, so that no other process replaces `path` meanwhile.
+
+    The lock goes with the process that holds it; its file stays. Where the system has no such
+    locks (Windows), nothing is locked.
+    Raises: RuntimeError if another process holds it for so long.
+    """
+    if fcntl is None:
+        yield
+        return
+    end = time.monotonic() + seconds
+    with open(path.with_name(path.name + ".lock"), "a", encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise RuntimeError(
+                        f"{file.name} must be free, another process has held it for {seconds:g} s"
+                    ) from None
+                time.sleep(0.01)
+        yield
 
 
 def store_tuning(
     config: MoEConfig, name: str, num_tokens: int, best: Tried, path: Path | None = None
 ) -> str:
-    """Add or replace one entry; returns its key. The file is replaced whole."""
+    """Add or replace one entry; returns its key. The file is replaced whole, under a lock: of
+    several processes that store, none loses another's entry.
+
+    Raises: ValueError, RuntimeError or OSError if the file cannot be written.
+    """
     path = path or tuning_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entries = read_tuning(path)
+    check_store(path)
     key = tuning_key(config, name, num_tokens)
-    entries[key] = {
+    entry = {
         **key_facts(config, name, num_tokens),
         "minibatch": best.minibatch,
         "macrobatch": best.macrobatch,
@@ -154,10 +239,12 @@ def store_tuning(
         "samples": best.samples,
         "measured": time.strftime("%Y-%m-%d"),
     }
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    text = json.dumps({"schema": SCHEMA, "entries": entries}, indent=1)
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with locked(path):
+        entries = read_tuning(path) | {key: entry}
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+        text = json.dumps({"schema": SCHEMA, "entries": entries}, indent=1)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     return key
 
 
@@ -179,7 +266,18 @@ def candidates(
 ) -> list[Candidate]:
     """What to measure: what the layer would take by itself, then all others."""
     own = own_choice(config, num_tokens)
-    pairs = list(sizes) if sizes is not None else sizes_to_try(num_tokens * config.top_k)
+    rows = most_rows(config, num_tokens)
+    if sizes is not None:
+        pairs = list(sizes)
+        wrong = [pair for pair in pairs if not are_sizes(Candidate(*pair), rows)]
+        require(
+            not wrong,
+            f"sizes must be pairs of multiples of {ROW_TILE}, macrobatch a multiple of minibatch, "
+            f"neither larger than the layer's {rows} rows need, got {wrong[0] if wrong else None}",
+        )
+    else:
+        usual = sizes_to_try(num_tokens * config.top_k)
+        pairs = [pair for pair in usual if are_sizes(Candidate(*pair), rows)]
     clusters = cluster_sizes(config, device)
     found = [Candidate(*own)] if sizes is None else []
     found += [Candidate(*pair, size) for pair in (own, *pairs) for size in clusters]
@@ -436,13 +534,18 @@ def tune(
                  looks no sizes up
     sizes        (minibatch, macrobatch) to measure instead of the usual ones
     seconds      no new measurement begins later, except the first
-    Raises: ValueError naming the argument.
+    Raises: ValueError naming the argument; HeapError where no GPU is usable.
     """
     require(repeats >= 1, f"repeats must be at least 1, got {repeats=}")
     require(num_tokens >= 1, f"num_tokens must be at least 1, got {num_tokens=}")
     require(device in ("cpu", "cuda"), f"device must be cpu or cuda, got {device!r}")
     require(seed >= 0, f"seed must be >= 0, got {seed=}")
     require(seconds > 0, f"seconds must be above 0, got {seconds=}")
+    if device == "cuda":
+        import_cupy()
+    is_stored = device != "cpu" or path is not None
+    if is_stored:
+        check_store(path or tuning_path())
     wanted = candidates(config, num_tokens, device, sizes)
     timer = LayerTimer(config, num_tokens, device, backward, seed)
     search = Search(timer, config, progress)
@@ -450,6 +553,6 @@ def tune(
     best = search.best(Candidate(*own_choice(config, num_tokens)))
     order = [best, *(c for c in search.ranking() if c != best)]
     tried = [search.tried(candidate) for candidate in order]
-    if device != "cpu" or path is not None:
+    if is_stored:
         store_tuning(config, device_name(device), num_tokens, tried[0], path)
     return tried

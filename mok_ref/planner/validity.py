@@ -9,8 +9,8 @@ kind of GPU that is not at hand, two factors on its data-sheet rates, on the pub
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mok_ref.bench.entry import WordParser, one_line_errors
 from mok_ref.config import MoEConfig
 from mok_ref.gpu.workspace import derive_sizes
 
@@ -26,11 +27,13 @@ from .closed_form import Setting
 from .errors import check_outputs, optional_module, require
 from .hardware import Hardware, load_hardware
 from .measurements import (
+    MXFP8_GROUP,
     Measurement,
     h200_rows,
     kernel_rows,
     published_links,
     published_rows,
+    unread_reports,
     workload_of,
 )
 from .placement import in_order
@@ -57,7 +60,7 @@ PARAMETERS = (
     "tail_share",
     "copy_us_per_mb",
 )
-DENSE = KernelConstants(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0)
+DENSE = KernelConstants(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
 MOST_ERROR = 0.15  # median of the held-out rows; above it the exit status is 1
 KERNEL_ROWS_TO_FIT = 8  # with fewer rows of the real kernel the prototype's are fitted
 
@@ -129,7 +132,9 @@ def choice_of_row(row: Measurement) -> Choice:
     A backward row's forward saved all."""
     extra = row.extra
     default = default_batches(row)
-    minibatch = int(extra.get("minibatch") or default[0])
+    given = int(extra.get("macrobatch") or 0)
+    by_itself = default[0] if given % default[0] == 0 else given
+    minibatch = int(extra.get("minibatch") or by_itself)
     macrobatch = int(extra.get("macrobatch") or -(-default[1] // minibatch) * minibatch)
     save = "all" if "backward" in row.what else str(extra.get("save", "all"))
     return Choice(
@@ -172,6 +177,7 @@ def setting_of_row(row: Measurement, hardware: Hardware, constants: KernelConsta
         sustained=row.extra.get("mode", "sustained") != "bursts",
         float32_dw=row.extra.get("dw_dtype", "bf16") == "float32",
         x_kept=True,
+        weights_held=row.extra.get("weights") == "held",
     )
 
 
@@ -180,7 +186,9 @@ def layer_seconds(row: Measurement, hardware: Hardware, constants: KernelConstan
     setting = setting_of_row(row, hardware, constants)
     if row.what == "forward and backward":
         return predict(setting).seconds + predict(setting, True).seconds
-    return predict(setting, row.what.startswith("backward")).seconds
+    found = predict(setting, row.what.startswith("backward"))
+    alone = found.head + found.tail if row.what == "forward kernel" else 0.0
+    return found.seconds - alone
 
 
 def predicted_seconds(row: Measurement, hardware: Hardware, constants: KernelConstants) -> float:
@@ -208,7 +216,7 @@ def fit_constants(rows: Sequence[Measurement]) -> KernelConstants:
     determines stays where it was. What MXFP8 costs more is fitted afterwards, on its own rows.
     """
     expanded = [row for row in rows if row.dtype == "mxfp8"]
-    rows = [row for row in rows if row.dtype != "mxfp8"]
+    rows = [row for row in rows if row.group != MXFP8_GROUP and row.dtype != "mxfp8"]
     require(len(rows) >= len(PARAMETERS), f"too few rows to fit, got {len(rows)}")
     optimize = optional_module("scipy.optimize")
     start = KernelConstants()
@@ -234,21 +242,32 @@ def fit_constants(rows: Sequence[Measurement]) -> KernelConstants:
 
 
 def with_expansion(constants: KernelConstants, rows: Sequence[Measurement]) -> KernelConstants:
-    """`constants` with the dequantise_share that suits these MXFP8 rows; as they are without any.
+    """`constants` with what suits these MXFP8 rows; as they are without any.
 
-    A search over a grid: it is the only thing left to find.
+    dequantise_share from the kernels alone where they were timed, else from all rows; then
+    quantise_share from the steps. Searches over a grid: nothing else is left to find.
     """
+    kernels = [row for row in rows if row.what == "forward kernel"]
+    steps = [row for row in rows if row not in kernels]
+    found = best_share(constants, "dequantise_share", kernels or steps)
+    return best_share(found, "quantise_share", steps if kernels else [])
+
+
+def best_share(
+    constants: KernelConstants, name: str, rows: Sequence[Measurement]
+) -> KernelConstants:
+    """`constants` with `name` as it suits the rows; as they are without any."""
     if not rows:
         return constants
 
     def loss(share: float) -> float:
-        tried = replace(constants, dequantise_share=share)
+        tried = replace(constants, **{name: share})
         return float(np.abs(log_errors(rows, lambda r: load_hardware(r.hardware), tried)).sum())
 
-    return replace(constants, dequantise_share=min(EXPANSIONS, key=loss))
+    return replace(constants, **{name: min(SHARES, key=loss)})
 
 
-EXPANSIONS = tuple(round(0.8 * 1.05**i, 3) for i in range(60))
+SHARES = tuple(round(0.8 * 1.02**i, 3) for i in range(120))
 TENSOR_FACTORS = (0.8, 0.9, 1.0)
 LINK_FACTORS = tuple(round(0.4 + 0.05 * i, 2) for i in range(13))
 
@@ -301,7 +320,8 @@ def compare_all(
 
 
 def num_fit(rows: Sequence[Measurement]) -> int:
-    return sum(row.role == "fit" for row in rows)
+    """Rows of the bf16 kernel that may be fitted."""
+    return sum(row.role == "fit" and row.group == "kernel" for row in rows)
 
 
 def fit_all(kernel: Sequence[Measurement]) -> dict[str, object]:
@@ -319,10 +339,11 @@ def fit_all(kernel: Sequence[Measurement]) -> dict[str, object]:
     }
 
 
-OURS_AND_PUBLISHED = ("kernel", "kernel, MXFP8", "kernel on several H200", "prototype", "published")
+OURS_AND_PUBLISHED = ("kernel", MXFP8_GROUP, "kernel on several H200", "prototype", "published")
 GROUP_TITLES = {
     "kernel": "This project's kernel on one GPU",
-    "kernel, MXFP8": "This project's kernel on one GPU, MXFP8 experts",
+    MXFP8_GROUP: "MXFP8 experts on one GPU, forward: steps and kernels alone (bf16 of the same "
+    "run: context)",
     "kernel on several H200": "This project's kernel on several H200 (CUDA IPC, NVLink)",
     "prototype": "Prototype kernel's parts on one H200 (ratios to dense products, converted)",
     "published": "Published by others, several GPUs (predicted: this project's kernel, in their "
@@ -345,6 +366,8 @@ def markdown_line(item: Compared) -> str:
     what = row.what
     if row.group.startswith("kernel") or row.group == "published":
         details = [row.extra.get(key) for key in ("mode", "save", "dw_dtype")]
+        if row.extra.get("weights"):
+            details.append(f"weights {row.extra['weights']}")
         what = " ".join([what, row.dtype, *(str(d) for d in details if d)])
     gpus = f"{row.ranks} {row.hardware}"
     return (
@@ -386,8 +409,10 @@ def source_lines(items: Sequence[Compared]) -> list[str]:
     return [f"- {group}: {source}" for group, source in found]
 
 
-def validity_page(fitted: dict[str, object], items: Sequence[Compared]) -> str:
-    """The whole table as Markdown."""
+def validity_page(
+    fitted: dict[str, object], items: Sequence[Compared], unread: Sequence[str] = ()
+) -> str:
+    """The whole table as Markdown; `unread` names the reports that it does not use."""
     lines = [
         "# Validity of the planner's predictions",
         "",
@@ -396,7 +421,8 @@ def validity_page(fitted: dict[str, object], items: Sequence[Compared]) -> str:
         "predictions of cases (shape, tokens, routing, number of GPUs) that no fit has seen; "
         "*other implementation* and *context* rows are figures of other programs (the prototype "
         "kernel among them), "
-        "beside the prediction of this project's kernel for the same layer.",
+        "beside the prediction of this project's kernel for the same layer; with MXFP8, *context* "
+        "is this project's bf16 in the same run.",
         "",
         f"Constants fitted on: {fitted['fitted_on']} rows ({fitted['fitted_rows']}).",
         "",
@@ -420,6 +446,9 @@ def validity_page(fitted: dict[str, object], items: Sequence[Compared]) -> str:
         "",
         *source_lines(items),
         "",
+        "Reports that gave no row (no times of a layer, or other bits than the reference): "
+        f"{', '.join(unread) or 'none'}.",
+        "",
     ]
     return "\n".join(lines)
 
@@ -427,22 +456,23 @@ def validity_page(fitted: dict[str, object], items: Sequence[Compared]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fit if asked to, compare everything, write the page; exit status 1 if held-out rows of the
     kernel (of the prototype while there are none) have a median error above 15 %."""
-    parser = argparse.ArgumentParser(description="Predictions beside every measured figure.")
+    parser = WordParser(description="Predictions beside every measured figure.")
     parser.add_argument("--fit", action="store_true", help="fit the constants anew and store them")
     parser.add_argument("--results", type=Path, default=Path("docs/results"))
     parser.add_argument("--output", type=Path, default=None, help="write the page to this file")
-    options = parser.parse_args(arguments)
-    try:
+    with one_line_errors():
+        options = parser.parse_args(arguments)
         check_outputs(("--output", options.output, (".md",)))
         return compare_and_write(options.fit, options.results, options.output)
-    except (ValueError, RuntimeError, OSError) as error:
-        parser.error(str(error))
 
 
 def compare_and_write(fit: bool, results: Path, output: Path | None) -> int:
     """What `main` does with its options; returns the exit status."""
     require(results.is_dir(), f"--results must be a folder, got {str(results)!r}")
     kernel = kernel_rows(results.glob("*.json"))
+    unread = unread_reports(results.glob("*.json"))
+    if unread:
+        print(f"no row from: {', '.join(unread)}", file=sys.stderr)
     if fit:
         text = json.dumps(fit_all(kernel), indent=1) + "\n"
         temporary = FITTED.with_name(FITTED.name + ".part")
@@ -450,7 +480,7 @@ def compare_and_write(fit: bool, results: Path, output: Path | None) -> int:
         temporary.replace(FITTED)
     fitted = json.loads(FITTED.read_text(encoding="utf-8"))
     items = compare_all(fitted_constants(), fitted["machines"], kernel)
-    page = validity_page(fitted, items)
+    page = validity_page(fitted, items, unread)
     if output:
         output.write_text(page, encoding="utf-8")
         print(f"page: {output}")

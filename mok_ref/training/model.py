@@ -389,12 +389,13 @@ class Model:
             assert block.routed is not None
             d_logits = add_gradients(block.routed.backward(d_topk_weights, d_scores), d_extra)
             operands[f"layer{layer}.router"] = (to_bf16(d_logits), block.ffn_in)
-            return router_dx(d_logits, w_router, config.arithmetic)
+            return as_bits(router_dx(d_logits, w_router, config.arithmetic))
 
         if config.ffn == "ordinary":
             ordinary = ordinary_backward(block.context, dy)
             experts.append({p: getattr(ordinary, f"dw_{p}") for p in PARTS})
-            return to_bf16(add(ordinary.dx, router_share(ordinary.d_topk_weights)))
+            share = as_values(router_share(ordinary.d_topk_weights))
+            return to_bf16(add(ordinary.dx, share))
         grads = moe_backward(block.context, as_bits(dy), router_share=router_share)
         experts.append({p: getattr(grads, f"dw_{p}") for p in PARTS})
         if config.shared_intermediate:

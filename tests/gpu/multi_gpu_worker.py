@@ -3,17 +3,17 @@
     mpiexec -n 2 python tests/gpu/multi_gpu_worker.py [--heap nvshmem] [--output FILE] [NAME ...]
 
 One process per GPU (processes may share one). Every check compares bits; the names are printed with
-their verdicts by rank 0, which also writes them as JSON. Exit status 1 if one failed anywhere.
+their verdicts by rank 0, which also writes them as JSON. Exit status 1 if one failed anywhere, 2
+with one line of error when nothing could be checked.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,19 @@ from gpu.test_layer_gpu import (
     rank_dy,
     reference,
 )
+from mok_ref.bench.entry import WordParser, one_line_errors, require_gpu
 from mok_ref.bench.gpu import device_facts
-from mok_ref.casefile import OUTPUT_EXPERTS, OUTPUT_REPLICATED, load_case, read_npz
+from mok_ref.bench.report_files import write_whole
+from mok_ref.casefile import (
+    OUTPUT_EXPERTS,
+    OUTPUT_REPLICATED,
+    check_writable,
+    load_case,
+    read_npz,
+)
 from mok_ref.config import MoEConfig
 from mok_ref.gpu import layer as gpu_layer
-from mok_ref.gpu.compiler import load_kernel, source_digest
+from mok_ref.gpu.compiler import load_kernel
 from mok_ref.gpu.schedule import read_schedule
 from mok_ref.gpu.workspace import DeviceWorkspace
 from mok_ref.runner import Settings, assemble, make_plan, run_rank
@@ -50,6 +58,7 @@ class Job:
     def __init__(self, comm: Any, heap: Any) -> None:
         self.comm, self.heap = comm, heap
         self.rank, self.size = heap.rank, heap.size
+        self.path = ""  # the kernels of the last step
 
     def config(self, **changes: Any) -> MoEConfig:
         return MoEConfig(**SIZES | changes, ep_size=self.size)
@@ -62,7 +71,7 @@ class Job:
         """Forward and backward of this rank's share, on the host."""
         arguments = rank_arguments(workspace.config, inputs, self.rank)
         y, context = gpu_layer.forward(workspace.config, self.heap, *arguments, workspace, "all")
-        kept = collect(y, None)["y"].copy()
+        kept, self.path = collect(y, None)["y"].copy(), context.path
         gradients = gpu_layer.backward(context, rank_dy(inputs, self.rank))
         self.heap.check(workspace.config.top_k)
         return collect(kept, gradients)
@@ -74,8 +83,8 @@ class Job:
         for name in sorted(expected):
             assert_bitwise_equal(actual[name], expected[name], f"rank {self.rank} {name}")
 
-    def steps_equal(self, config: MoEConfig, counts: tuple[int, ...], repeats: int = 1) -> None:
-        """Poisoned buffers, then steps; each has the reference's bits."""
+    def steps_equal(self, config: MoEConfig, counts: tuple[int, ...], repeats: int = 1) -> str:
+        """Poisoned buffers, then steps; each has the reference's bits. Returns what ran."""
         inputs = make_inputs(config, counts, len(counts))
         workspace = DeviceWorkspace(config, self.heap, max(1, *counts))
         for _ in range(repeats):
@@ -84,6 +93,7 @@ class Job:
             self.heap.barrier()
             self.compare(self.step(workspace, inputs), config, inputs)
         workspace.close()
+        return f"{config.dtype}, {self.path} kernels"
 
 
 def golden(job: Job, name: str) -> str:
@@ -258,10 +268,10 @@ def row_24(job: Job) -> None:
     two_small_buffers(job.heap)
 
 
-def mxfp8(job: Job) -> None:
+def mxfp8(job: Job) -> str:
     """A layer in MXFP8."""
     config = MoEConfig(256, 128, 4 * job.size, 2, ep_size=job.size, dtype="mxfp8")
-    job.steps_equal(config, job.counts(64, 50), repeats=2)
+    return job.steps_equal(config, job.counts(64, 50), repeats=2)
 
 
 CHECKS: dict[str, Callable[[Job], Any]] = {
@@ -289,7 +299,7 @@ def run_check(comm: Any, make_heap: Callable[[], Any], name: str) -> str:
         note = CHECKS[name](Job(comm, heap))
         heap.close()
     except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:300]}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return f"equal ({note})" if note else "equal"
 
 
@@ -307,23 +317,33 @@ def gpus_in_use(comm: Any) -> int:
     return len(set(comm.allgather(cupy.cuda.runtime.deviceGetPCIBusId(device))))
 
 
-def main() -> None:
-    from mpi4py import MPI
-
-    from mok_ref.heap.cuda_ipc import CudaIpcHeap
-    from mok_ref.heap.nvshmem import NvshmemHeap
-
-    parser = argparse.ArgumentParser(description="Checks on several GPUs, under mpiexec.")
+def parse(arguments: Sequence[str] | None) -> Any:
+    """The options. Raises: ValueError."""
+    parser = WordParser(description="Checks on several GPUs, under mpiexec.")
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--heap", choices=["ipc", "nvshmem"], default="ipc")
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    comm, kind = MPI.COMM_WORLD, {"ipc": CudaIpcHeap, "nvshmem": NvshmemHeap}[options.heap]
+    options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(CHECKS))
     if unknown:
-        parser.error(f"names must be of {', '.join(CHECKS)}, got {', '.join(unknown)}")
+        raise ValueError(f"names must be of {', '.join(CHECKS)}, got {', '.join(unknown)}")
+    if options.output is not None:
+        check_writable(options.output, "--output")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from mok_ref.heap.cuda_ipc import CudaIpcHeap
+    from mok_ref.heap.mpi import import_mpi
+    from mok_ref.heap.nvshmem import NvshmemHeap
+
+    with one_line_errors():
+        options = parse(arguments)
+        require_gpu("multi_gpu_worker.py", with_torch=False)
+        comm = import_mpi().COMM_WORLD
+    kind = {"ipc": CudaIpcHeap, "nvshmem": NvshmemHeap}[options.heap]
     facts = device_facts() | {"gpus": gpus_in_use(comm), "ranks": comm.size}
-    facts |= {"heap": kind.__name__, "kernels": source_digest()[:12]}
+    facts |= {"heap": kind.__name__}
     found: dict[str, str] = {}
     for name in options.names or CHECKS:
         start = time.monotonic()
@@ -332,7 +352,7 @@ def main() -> None:
             print(f"{name}: {found[name]} [{time.monotonic() - start:.1f} s]", flush=True)
             if options.output is not None:
                 report = {"device": facts, "checks": found}
-                options.output.write_text(json.dumps(report, indent=1) + "\n")
+                write_whole(options.output, json.dumps(report, indent=1) + "\n")
     sys.exit(any(not text.startswith("equal") for text in found.values()))
 
 

@@ -241,3 +241,38 @@ def test_held_weights_are_used_until_they_are_released() -> None:
     assert_bitwise_equal(own, expected, "quantised at every forward")
     assert_bitwise_equal(held, expected, "held")
     assert not zeros.any()
+
+
+def check_a_forward_between_held_ones(config: MoEConfig, inputs: Inputs) -> None:
+    """y of held weights, of others, and of the first again; on a GPU or an imitation of one."""
+    import cupy
+
+    others = inputs.experts._replace(down=inputs.experts.down.view(np.uint16) ^ 0x8000)
+
+    def work(heap):
+        workspace = DeviceWorkspace(config, heap, len(inputs.x))
+        a, b = (
+            ExpertWeights(*(cupy.asarray(w.view(np.uint16)) for w in weights))
+            for weights in (inputs.experts, others)
+        )
+        hopper_mxfp8.hold_weights(workspace, a)
+        routes = (inputs.x, inputs.ids, inputs.weights)
+        found = []
+        for weights in (a, b, a):
+            y, _ = layer.forward(config, heap, *routes, weights, None, workspace, "none")
+            found.append(as_host(y).copy())
+        heap.check(config.top_k)
+        return found
+
+    found = run_virtual_cuda_ranks(1, work, timeout_s=300)[0]
+    for name, y, experts in zip("aba", found, (inputs.experts, others) * 2, strict=False):
+        assert_bitwise_equal(y, reference_y(config, inputs._replace(experts=experts)), name)
+
+
+@pytest.mark.gpu
+def test_a_forward_with_other_weights_lets_go_of_held_ones() -> None:
+    pytest.importorskip("cupy")
+    if device_arch() != "sm_90a":
+        pytest.skip("hold_weights is for the Hopper kernels")
+    config = MoEConfig(**LAYER)
+    check_a_forward_between_held_ones(config, edge_inputs(config, "plain", 40))
