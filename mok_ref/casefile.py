@@ -483,12 +483,28 @@ def write_npz(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     The bytes depend on the arrays alone (no time of day enters).
     """
+    with _whole_file(path) as file:
+        np.savez(file, **dict(arrays))  # type: ignore[arg-type]
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: under a temporary name, then renamed; text as UTF-8.
+
+    Raises: ValueError if no file can be written there, OSError.
+    """
+    with _whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def _whole_file(path: str | Path) -> Iterator[IO[bytes]]:
+    """A file that takes its name when the block ends without an error, and is gone otherwise."""
     path = Path(path)
     check_writable(path)
     temporary = _temporary(path)
     try:
         with open(temporary, "xb") as file:
-            np.savez(file, **dict(arrays))  # type: ignore[arg-type]
+            yield file
         os.replace(temporary, path)
     except OSError as error:
         if error.errno is None:

@@ -22,8 +22,8 @@ from mok_ref.bench.report_files import (
     check_shape,
     one_of,
     write_between_markers,
-    write_whole,
 )
+from mok_ref.casefile import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES, BenchCase
-from mok_ref.bench.report_files import write_whole
 from mok_ref.bench.timing import Protocol
+from mok_ref.casefile import write_whole
 
 EXPERIMENTS = ("save", "ranks", "around", "growth")
 """Words of --sizes beside cases: save modes, virtual ranks, kernels around the products, growth of

@@ -16,8 +16,7 @@ from typing import Any
 
 from mok_ref.bench.entry import WordParser, one_line_errors, require_gpu
 from mok_ref.bench.links_layer import LAYER_CASES
-from mok_ref.bench.report_files import write_whole
-from mok_ref.casefile import check_writable
+from mok_ref.casefile import check_writable, write_whole
 
 PARTS = ("links", "layers", "bits")
 

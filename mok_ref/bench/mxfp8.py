@@ -31,9 +31,8 @@ from mok_ref.bench.report_files import (
     one_of,
     read_report,
     write_between_markers,
-    write_whole,
 )
-from mok_ref.casefile import check_writable
+from mok_ref.casefile import check_writable, write_whole
 from mok_ref.config import MoEConfig
 from mok_ref.experts import ExpertWeights
 

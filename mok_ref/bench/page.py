@@ -35,9 +35,8 @@ from mok_ref.bench.report_files import (
     page_with_tables,
     plain,
     read_report,
-    write_whole,
 )
-from mok_ref.casefile import check_distinct
+from mok_ref.casefile import check_distinct, write_whole
 from mok_ref.config import SAVE_MODES
 
 # ratio to dense cuBLAS that a case shall reach at least: forward, backward (bf16 dW), float32 dW

@@ -9,7 +9,6 @@ objects with any keys (`Each`); other keys than the named ones are let through.
 from __future__ import annotations
 
 import json
-import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mok_ref.casefile import check_writable
+from mok_ref.casefile import write_whole
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
@@ -169,20 +168,3 @@ def page_with_tables(page: Path, made: Mapping[tuple[str, str], str]) -> str:
 def write_between_markers(page: Path, made: Mapping[tuple[str, str], str]) -> None:
     """`page_with_tables`, written whole or not at all. Raises: ValueError, OSError."""
     write_whole(page, page_with_tables(page, made))
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Under a temporary name that no other file has, then renamed.
-
-    Raises: ValueError if no file can be written there, OSError.
-    """
-    check_writable(path)
-    partial = path.with_name(f"{path.name[:40]}.{os.getpid()}.part")
-    try:
-        with open(partial, "xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(partial, path)
-    except OSError as error:
-        if not isinstance(error, FileExistsError):
-            partial.unlink(missing_ok=True)
-        raise

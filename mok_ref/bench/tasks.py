@@ -29,10 +29,9 @@ from mok_ref.bench.report_files import (
     Each,
     check_shape,
     one_of,
-    write_whole,
 )
 from mok_ref.bench.timing import launches_ms
-from mok_ref.casefile import check_distinct, check_writable, read_npz
+from mok_ref.casefile import check_distinct, check_writable, read_npz, write_whole
 from mok_ref.planner.errors import check_outputs
 from mok_ref.planner.trace import STAMP_KINDS, spans_from_stamps, summarize, write_trace
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mok_ref.casefile import write_whole
 from mok_ref.option_names import option_names
 
 from .errors import check_outputs, require
@@ -163,13 +164,6 @@ def write_plan(made: Plan, output: Path | None, trace: Path | None, html: Path |
 def written(what: str, path: Path) -> None:
     """Say where something went; on stderr, which leaves JSON on stdout whole."""
     print(f"{what}: {path}", file=sys.stderr)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Under a temporary name, then renamed."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def tune(

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mok_ref.casefile import write_whole
+
 from .choice import Choice
 from .closed_form import Setting
 from .errors import parse_json, require
@@ -55,10 +57,8 @@ class Plan:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, sort_keys=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write under a temporary name, then rename: a plan file is whole or absent."""
-        temporary = path.with_name(path.name + ".part")
-        temporary.write_text(self.to_json(), encoding="utf-8")
-        temporary.replace(path)
+        """Write a plan file, whole or not at all."""
+        write_whole(path, self.to_json())
 
     @property
     def chosen(self) -> Choice:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mok_ref.casefile import write_whole
+
 from .closed_form import Setting
 from .errors import require
 from .minibatch_simulation import Span
@@ -306,8 +308,5 @@ def kinds_table(spans: Sequence[Span]) -> str:
 
 
 def write_report(source: Path, output: Path) -> None:
-    """Write the page under a temporary name, then rename."""
-    text = html_report(source)
-    temporary = output.with_name(output.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(output)
+    """Write the page, whole or not at all."""
+    write_whole(output, html_report(source))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mok_ref.casefile import write_whole
 from mok_ref.config import is_int, is_real, shown
 
 from .errors import parse_json, read_text, require
@@ -200,9 +201,7 @@ def write_trace(
         "displayTimeUnit": "ns",
         "otherData": {"program": "mok_ref", "note": note},
     }
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(document), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json.dumps(document))
 
 
 def read_trace(path: Path) -> list[Span]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mok_ref.casefile import check_writable
+from mok_ref.casefile import check_writable, write_whole
 from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.heap.cuda_device import import_cupy
 
@@ -241,10 +240,8 @@ def store_tuning(
     }
     with locked(path):
         entries = read_tuning(path) | {key: entry}
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
         text = json.dumps({"schema": SCHEMA, "entries": entries}, indent=1)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, text)
     return key
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mok_ref.bench.entry import WordParser, one_line_errors
+from mok_ref.casefile import write_whole
 from mok_ref.config import MoEConfig
 from mok_ref.gpu.workspace import derive_sizes
 
@@ -474,15 +475,12 @@ def compare_and_write(fit: bool, results: Path, output: Path | None) -> int:
     if unread:
         print(f"no row from: {', '.join(unread)}", file=sys.stderr)
     if fit:
-        text = json.dumps(fit_all(kernel), indent=1) + "\n"
-        temporary = FITTED.with_name(FITTED.name + ".part")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(FITTED)
+        write_whole(FITTED, json.dumps(fit_all(kernel), indent=1) + "\n")
     fitted = json.loads(FITTED.read_text(encoding="utf-8"))
     items = compare_all(fitted_constants(), fitted["machines"], kernel)
     page = validity_page(fitted, items, unread)
     if output:
-        output.write_text(page, encoding="utf-8")
+        write_whole(output, page)
         print(f"page: {output}")
     else:
         print(page)

@@ -32,13 +32,13 @@ from gpu.test_layer_gpu import (
 )
 from mok_ref.bench.entry import WordParser, one_line_errors, require_gpu
 from mok_ref.bench.gpu import device_facts
-from mok_ref.bench.report_files import write_whole
 from mok_ref.casefile import (
     OUTPUT_EXPERTS,
     OUTPUT_REPLICATED,
     check_writable,
     load_case,
     read_npz,
+    write_whole,
 )
 from mok_ref.config import MoEConfig
 from mok_ref.gpu import layer as gpu_layer
