@@ -14,7 +14,6 @@ import pytest
 
 from gpu.test_layer_gpu import PATH, device
 from mok_ref.casefile import OUTPUT_EXPERTS, OUTPUT_REPLICATED, load_case, read_npz
-from mok_ref.gpu import layer
 from mok_ref.runner import Settings, make_plan, run_virtual
 from mok_ref.testing import assert_bitwise_equal
 
@@ -24,22 +23,13 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 NAMES = sorted(path.stem.removeprefix("case") for path in GOLDEN.glob("case*.npz"))
 
 
-@pytest.fixture
-def use_path(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every workspace takes the fixture's path."""
-    original = layer.DeviceWorkspace
-
-    def make(*arguments, **options):
-        return original(*arguments, path=PATH[device], **options)
-
-    monkeypatch.setattr(layer, "DeviceWorkspace", make)
-
-
-def run_and_compare(name: str, ranks: int | None) -> None:
+def run_and_compare(name: str, ranks: int | None, path: str) -> None:
     case = load_case(GOLDEN / f"case{name}.npz")
     stored = read_npz(GOLDEN / f"out{name}.npz")
     own = len(case.splits) if case.splits is not None else 1
-    settings = Settings(ranks=ranks, device="cuda", backward=case.dy is not None, timeout_s=60)
+    settings = Settings(
+        ranks=ranks, device="cuda", path=path, backward=case.dy is not None, timeout_s=60
+    )
     try:
         plan = make_plan(case, settings)
     except ValueError as error:  # this R does not divide E, or the placement is for another R
@@ -57,13 +47,13 @@ def run_and_compare(name: str, ranks: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stored_bits(name: str, use_path: None) -> None:
-    run_and_compare(name, None)
+def test_stored_bits(name: str, device: str) -> None:
+    run_and_compare(name, None, PATH[device])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_stored_bits_at_other_ranks(name: str, ranks: int, device: str, use_path: None) -> None:
+def test_stored_bits_at_other_ranks(name: str, ranks: int, device: str) -> None:
     if device == "host":
         pytest.skip("one R on the CPU, every R on a GPU")
-    run_and_compare(name, ranks)
+    run_and_compare(name, ranks, PATH[device])
