@@ -17,7 +17,9 @@ namespace mok {
 struct ChainTickets {
   const WgradContext& c;
 
-  MOK_DEVICE TileTask locate(u32 ticket) const {
+  template <typename Draw>
+  MOK_DEVICE TileTask locate(Draw&& draw) const {
+    const u32 ticket = draw();
     if (ticket >= static_cast<u32>(c.params.end_tile - c.params.first_tile)) return TileTask{};
     const WgradTile tile = wgrad_tile<kTileRows>(c.params, c.params.first_tile + static_cast<i32>(ticket));
     const i32 begin = c.params.accumulate ? kBeginStart : kBeginZero;

@@ -53,6 +53,7 @@ struct DgradCounters {
   i32 macro_blocks;
 
   MOK_DEVICE u32* tile_ticket() const { return base; }
+  MOK_DEVICE u32* hidden_done() const { return base + 16; }  // routed hidden tiles that are stored
   MOK_DEVICE u32* pull_ticket() const { return base + 32; }
   MOK_DEVICE u32* first_pull_ticket() const { return base + 48; }
   MOK_DEVICE u32* dy_ready(i32 block) const { return base + 64 + block; }
@@ -92,7 +93,10 @@ struct WgradParams {
   const void* start[kWgradProducts];  // [experts, M, N] where a chain begins
   void* gradient[kWgradProducts];     // [experts, M, N] where it ends
   float* straddling[kWgradProducts];  // [2, M, N]: chains that end in a later launch, gradients being bf16
-  i32 bulk_stores;                    // 1: `gradient` maps exist, finished tiles leave through the copy engine
+  i32 bulk_stores;                    // 1: `gradient` maps exist, finished tiles leave through the copy engine (always
+                                      // where gradients are bf16)
+  i32 with_dx;                        // 1: dx rows of all ranks are here; dx is made beside the weight gradients
+  const u32* hidden_done;             // of the dgrad launch that may still be making dx; null: it is over
 };
 
 }  // namespace mok

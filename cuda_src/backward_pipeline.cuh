@@ -24,6 +24,7 @@ constexpr u32 kTileBBytes = 4 * kBoxBytes;
 constexpr u32 kStageBytes = kTileABytes + kTileBBytes;
 constexpr i32 kTaskSlots = 4;
 constexpr i32 kMathWarps = 8;
+constexpr i32 kMailSlots = kClusterSize > 1 ? 2 : 0;
 constexpr u32 kStagingBytes = 4096;     // per multiplying warp
 // MXFP8: codes and scales of a k-block arrive in a stage of their own; the multiplying warps expand them into a
 // stage of the ring, which is then full once all of them are through.
@@ -32,7 +33,8 @@ constexpr u32 kCodeRows = kTileRows + kTileColumns;  // of 64 codes each, then a
 constexpr u32 kCodeStageBytes = kCodeRows * (kDepthBlock + 2);
 constexpr u32 kFullArrivals = kMxfp8 ? kMathWarps : 1;
 // Registers per thread of helping and multiplying warps: 128 helpers + 256 math must not pass 64,512 in sum.
-constexpr i32 kHelperRegisters = 88, kMathRegisters = 208;       // dgrad: two warps keep rows in flight
+constexpr i32 kHelperRegisters = kMxfp8 ? 88 : 96;               // dgrad: two warps keep rows in flight
+constexpr i32 kMathRegisters = kMxfp8 ? 208 : 200;
 constexpr i32 kLoaderRegisters = 72, kMathOnlyRegisters = 216;   // wgrad
 static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subscribed registers hang silently");
 static_assert(128 * kLoaderRegisters + 256 * kMathOnlyRegisters <= 64512, "over-subscribed registers hang silently");
@@ -66,7 +68,8 @@ struct SharedLayout {
   static constexpr u32 kTaskOffset = kCodeOffset + kCodeStages * kCodeStageBytes;
   static constexpr u32 kBarrierOffset = kTaskOffset + kTaskSlots * sizeof(TileTask);
   static constexpr i32 kNumBarriers = 2 * kStages + 2 * kTaskSlots + 4 * 4 + 2 * kCodeStages;
-  static constexpr u32 kBytes = kBarrierOffset + 8 * kNumBarriers;
+  static constexpr u32 kMailOffset = kBarrierOffset + 8 * kNumBarriers;
+  static constexpr u32 kBytes = kMailOffset + 3 * 8 * kMailSlots;
 
   MOK_DEVICE u32 tile_a(u32 stage) const { return base + stage * kStageBytes; }
   MOK_DEVICE u32 tile_b(u32 stage) const { return tile_a(stage) + kTileABytes; }
@@ -81,10 +84,16 @@ struct SharedLayout {
   MOK_DEVICE u32 piece_full(u32 group, u32 piece) const {
     return barrier(2 * kStages + 2 * kTaskSlots + group * 4 + piece);
   }
-  // Per multiplying warpgroup: it is through with the task in a slot of the queue (4 arrivals).
-  MOK_DEVICE u32 tile_done(u32 group, u32 slot) const {
-    return barrier(2 * kStages + 2 * kTaskSlots + 8 + group * 4 + slot);
+  // Per multiplying warpgroup: half of a tile's columns, rounded, lies in its staging buffers (4 arrivals) or has
+  // left them (1 arrival, the storing warp's).
+  MOK_DEVICE u32 half_full(u32 group, u32 half) const {
+    return barrier(2 * kStages + 2 * kTaskSlots + 8 + group * 4 + half);
   }
+  MOK_DEVICE u32 half_free(u32 group, u32 half) const { return half_full(group, 2 + half); }
+  // In a cluster: letters from CTA 0 to CTA 1, here (full) or gone (free, CTA 0's).
+  MOK_DEVICE u32 letter(u32 slot) const { return base + kMailOffset + 8 * slot; }
+  MOK_DEVICE u32 mail_full(u32 slot) const { return letter(kMailSlots + slot); }
+  MOK_DEVICE u32 mail_free(u32 slot) const { return letter(2 * kMailSlots + slot); }
   MOK_DEVICE u32 code_stage(u32 stage) const { return base + kCodeOffset + stage * kCodeStageBytes; }
   MOK_DEVICE u32 code_full(u32 stage) const { return barrier(kNumBarriers - 2 * kCodeStages + stage); }
   MOK_DEVICE u32 code_empty(u32 stage) const { return barrier(kNumBarriers - kCodeStages + stage); }
@@ -93,21 +102,45 @@ struct SharedLayout {
 constexpr u32 kSharedBytes = SharedLayout::kBytes;
 static_assert(kSharedBytes <= 232448, "shared memory of one CTA");
 
+// ---- clusters (kClusterSize 2): two CTAs that make tiles of the same columns deliver half of operand B to each other
+
+MOK_DEVICE i32 cluster_rank() { return kClusterSize == 1 ? 0 : static_cast<i32>(cluster_ctarank()); }
+
+MOK_DEVICE void sync_cluster_or_cta() {
+  if constexpr (kClusterSize > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Last of all: the partner delivers and arrives in this CTA's shared memory to the end.
+MOK_DEVICE void leave_cluster() {
+  if constexpr (kClusterSize > 1) {
+    __syncwarp();
+    cluster_sync();
+  }
+}
+
 // `queue_readers`: warps that read the task queue.
 MOK_DEVICE SharedLayout init_pipeline(const void* shared, u32 queue_readers) {
   const SharedLayout layout{shared_address(shared)};
   if (threadIdx.x == 0) {
     for (i32 s = 0; s < kStages; ++s) {
       mbarrier_init(layout.full(s), kFullArrivals);
-      mbarrier_init(layout.empty(s), kMathWarps);
+      mbarrier_init(layout.empty(s), kMathWarps * kClusterSize);
     }
     for (i32 s = 0; s < kTaskSlots; ++s) {
       mbarrier_init(layout.task_full(s), 1);
       mbarrier_init(layout.task_empty(s), queue_readers);
     }
+    for (i32 s = 0; s < kMailSlots; ++s) {
+      mbarrier_init(layout.mail_full(s), 1);
+      mbarrier_init(layout.mail_free(s), 1);
+    }
     for (i32 p = 0; p < 8; ++p) {
       mbarrier_init(layout.piece_full(p >> 2, p & 3), 4);
-      mbarrier_init(layout.tile_done(p >> 2, p & 3), 4);
+      mbarrier_init(layout.half_full(p >> 2, p & 3), p & 2 ? 1 : 4);
     }
     for (i32 s = 0; s < kCodeStages; ++s) {
       mbarrier_init(layout.code_full(s), 1);
@@ -115,7 +148,7 @@ MOK_DEVICE SharedLayout init_pipeline(const void* shared, u32 queue_readers) {
     }
     fence_mbarrier_init();
   }
-  __syncthreads();
+  sync_cluster_or_cta();
   return layout;
 }
 
@@ -179,6 +212,53 @@ MOK_DEVICE void release_task(const SharedLayout& layout, Cursor& cursor) {
   cursor.advance();
 }
 
+// ---- tickets ----
+
+constexpr u32 kNoTicket = ~0u;  // behind every tile
+
+// Tickets of a CTA or cluster, one lane of each CTA. CTA 0 draws and mails each number to its partner, which makes the
+// other tile of the same ticket. After a time-out anywhere on this rank it draws no more.
+struct TicketMail {
+  const SharedLayout& layout;
+  u32* counter;
+  const u32* abort_flag;
+  RingCursor<2> slot;
+  u32 drawn;
+
+  MOK_DEVICE TicketMail(const SharedLayout& shared, u32* ticket_counter, const u32* abort)
+      : layout(shared), counter(ticket_counter), abort_flag(abort), drawn(0) {
+    if (cluster_rank() != 0) {
+      for (i32 s = 0; s < kMailSlots; ++s) expect(s);
+    }
+  }
+
+  // Asks for the next number, which `next` returns later.
+  MOK_DEVICE void draw() {
+    if (cluster_rank() == 0) drawn = draw_ticket(counter);
+  }
+
+  MOK_DEVICE u32 next() {
+    if (cluster_rank() == 0 && aborted(abort_flag)) drawn = kNoTicket;
+    if constexpr (kClusterSize == 1) return drawn;
+    const u32 letter = layout.letter(slot.index), full = layout.mail_full(slot.index);
+    const u32 free = layout.mail_free(slot.index), parity = slot.parity;
+    slot.advance();
+    if (cluster_rank() == 0) {
+      mbarrier_wait(free, parity ^ 1);
+      st_async_cluster_u64(letter, full, 1, drawn);
+      return drawn;
+    }
+    mbarrier_wait(full, parity);
+    const u32 received = static_cast<u32>(ld_shared_u64(letter));
+    expect(slot.index ^ 1);
+    mbarrier_arrive_cluster(free, 0);
+    return received;
+  }
+
+ private:
+  MOK_DEVICE void expect(u32 s) { mbarrier_arrive_expect_tx(layout.mail_full(s), 8); }
+};
+
 // ---- operands ----
 
 // Where an operand tile lies at k-block 0; k-block k is 64 elements further along K. One copy fetches a whole tile
@@ -191,12 +271,17 @@ struct Operand {
   bool whole;
 };
 
-template <Major kMajor, i32 kBoxes>
+// kMapBoxes: such blocks in a copy of a whole operand.
+template <Major kMajor, i32 kBoxes, i32 kMapBoxes = kBoxes>
 MOK_DEVICE void load_operand(u32 tile, const Operand& operand, i32 k, u32 barrier) {
   if constexpr (kMajor == Major::kK) {
     tma_load_3d(tile, operand.map, operand.column + kDepthBlock * k, operand.row, operand.batch, barrier);
   } else if (operand.whole) {
-    tma_load_4d(tile, operand.map, 0, operand.row + kDepthBlock * k, operand.column / 64, operand.batch, barrier);
+#pragma unroll
+    for (i32 box = 0; box < kBoxes; box += kMapBoxes) {
+      tma_load_4d(tile + box * kBoxBytes, operand.map, 0, operand.row + kDepthBlock * k, operand.column / 64 + box,
+                  operand.batch, barrier);
+    }
   } else {
     for (i32 box = 0; box < kBoxes; ++box) {
       tma_load_4d(tile + box * kBoxBytes, operand.map, operand.column + 64 * box, operand.row + kDepthBlock * k, 0,
@@ -211,24 +296,47 @@ MOK_DEVICE void announce_stage(u32 full, u32 bytes) {
   mbarrier_arrive_expect_tx(full, bytes);
 }
 
-// Producer lane: k-blocks first .. end - 1 of A (128 rows) and B (256 columns) into the ring.
+constexpr i32 kBoxesB = 4 / kClusterSize;  // of one copy of B
+
+// This CTA's 128 of B's 256 columns, for both CTAs of the cluster (multicast inside its shared memory, not over links).
+MOK_DEVICE void load_half_for_both(u32 tile, const Operand& b, i32 k, u32 barrier) {
+  const i32 first = kBoxesB * cluster_rank();
+  for (i32 box = first; box < first + kBoxesB; box += b.whole ? kBoxesB : 1) {
+    tma_load_4d_cluster(tile + box * kBoxBytes, b.map, b.whole ? 0 : b.column + 64 * box, b.row + kDepthBlock * k,
+                        b.whole ? b.column / 64 + box : 0, b.batch, barrier, 3);
+  }
+}
+
+// Producer lane: k-blocks first .. end - 1 of A (128 rows) and B (256 columns) into the ring. `shares`: the partner
+// in the cluster multiplies with the same B (MN-major).
 template <Major kMajorA, Major kMajorB>
 MOK_DEVICE void load_product(const SharedLayout& layout, StageCursor& cursor, const Operand& a, const Operand& b,
-                             i32 first, i32 end) {
+                             i32 first, i32 end, bool shares) {
   for (i32 k = first; k < end; ++k) {
     mbarrier_wait(layout.empty(cursor.index), cursor.parity ^ 1);
     const u32 full = layout.full(cursor.index);
     announce_stage(full, kStageBytes);
     load_operand<kMajorA, 2>(layout.tile_a(cursor.index), a, k, full);
-    load_operand<kMajorB, 4>(layout.tile_b(cursor.index), b, k, full);
+    if (kClusterSize > 1 && shares) {
+      load_half_for_both(layout.tile_b(cursor.index), b, k, full);
+    } else {
+      load_operand<kMajorB, 4, kBoxesB>(layout.tile_b(cursor.index), b, k, full);
+    }
     cursor.advance();
   }
 }
 
 // ---- products ----
 
-MOK_DEVICE void release_stage(const SharedLayout& layout, u32 stage) {
-  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(layout.empty(stage));
+// On behalf of `warps` multiplying warps. In a cluster to both CTAs: either may deliver into it.
+MOK_DEVICE void release_stage(const SharedLayout& layout, u32 stage, i32 warps = 1) {
+  const i32 lane = threadIdx.x % kWarpSize;
+  if (lane >= warps * kClusterSize) return;
+  if constexpr (kClusterSize == 1) {
+    mbarrier_arrive(layout.empty(stage));
+  } else {
+    mbarrier_arrive_cluster(layout.empty(stage), lane % kClusterSize);
+  }
 }
 
 // Multiplying warp without rows in this tile: passes the stages through.
@@ -247,26 +355,28 @@ struct NoShadow {
   MOK_DEVICE void operator()() const {}
 };
 
+constexpr i32 kShadowBlock = 3;  // k-block behind whose products the rest of the tile before is stored
+
 // d = tc(a, b, scale_d ? d : +0) over `depth` >= 1 k-blocks, K ascending, one accumulator per output.
-// Warpgroup `group` takes rows 64 group .. 64 group + 63 of the tile. `meanwhile` is called once, behind the first
-// k-block's products; it must not touch d.
-template <Major kMajorA, Major kMajorB, typename Meanwhile>
+// Warpgroup `group` takes rows 64 group .. 64 group + 63 of the tile. `shadow` is called behind the products of k-block
+// kShadowBlock, where there are more; it must not touch d.
+template <Major kMajorA, Major kMajorB, typename Shadow>
 MOK_DEVICE void multiply(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 depth, i32 group,
-                         i32 scale_d, Meanwhile&& meanwhile) {
+                         i32 scale_d, Shadow&& shadow) {
   mbarrier_wait(layout.full(cursor.index), cursor.parity);
   trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
   wgmma_fence();
   tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index),
                            scale_d);
   wgmma_commit();
-  meanwhile();
   u32 previous = cursor.index;
   cursor.advance();
-  for (i32 k = 1; k < depth; ++k) {
+  for (i32 k = 2; k <= depth; ++k) {
     mbarrier_wait(layout.full(cursor.index), cursor.parity);
     wgmma_fence();
     tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), 1);
     wgmma_commit();
+    if (k == kShadowBlock) shadow();
     wgmma_wait<1>();
     release_stage(layout, previous);
     previous = cursor.index;
@@ -279,9 +389,10 @@ MOK_DEVICE void multiply(float (&d)[128], const SharedLayout& layout, StageCurso
 // The same for K that ends inside the last k-block: `depth` >= 1 groups of 16. A single k-block is taken whole (its
 // rest holds +0); of a later last one only the groups that hold anything, each as a batch of its own: the compiler
 // would otherwise make every product wait for the one before.
-template <Major kMajorA, Major kMajorB, typename Layout>
+// `shadow` is called behind the products of k-block kShadowBlock, where there are more; it must not touch d.
+template <Major kMajorA, Major kMajorB, typename Layout, typename Shadow>
 MOK_DEVICE void multiply_groups(float (&d)[128], const Layout& layout, StageCursor& cursor, i32 depth, i32 group,
-                                i32 scale_d) {
+                                i32 scale_d, Shadow&& shadow) {
   const i32 blocks = (depth + 3) / 4, tail = (depth - 1) & 3;
   mbarrier_wait(layout.full(cursor.index), cursor.parity);
   trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
@@ -295,6 +406,7 @@ MOK_DEVICE void multiply_groups(float (&d)[128], const Layout& layout, StageCurs
     wgmma_fence();
     tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), 1);
     wgmma_commit();
+    if (k == kShadowBlock) shadow();
     wgmma_wait<1>();
     release_stage(layout, previous);
     previous = cursor.index;

@@ -35,9 +35,11 @@ struct PullPlan {
 };
 
 MOK_DEVICE PullPlan pull_plan(const LayerParams& layer, const DgradParams& params) {
-  const DgradWalk walk = routed_walk(layer, params);
-  const i32 first = ceil_div(static_cast<i32>(gridDim.x), walk.hidden_columns);
-  return PullPlan{walk.blocks, params.x_in_ring == 0, walk.saved_blocks < walk.blocks, min(walk.blocks, first)};
+  const i32 first_block = params.macro_index * params.macro_blocks;
+  const i32 blocks = macro_row_blocks(layer, params.macro_index, params.macro_blocks);
+  const bool made_again = layer.max_saved_rows / kRowTile < first_block + blocks;
+  const i32 first = ceil_div(static_cast<i32>(gridDim.x), ceil_div(layer.intermediate_size, kTileColumns));
+  return PullPlan{blocks, params.x_in_ring == 0, made_again, min(blocks, first)};
 }
 
 // Which rows a ticket stands for, and table entries on their way: loaded here, used a piece later.

@@ -13,7 +13,7 @@
 
 namespace mok {
 
-enum DgradFlags : i32 { kSharedTile = 1, kMadeAgain = 2 };
+enum DgradFlags : i32 { kSharedTile = 1, kMadeAgain = 2, kSharesWeights = 4 };
 
 struct DgradContext {
   const LayerParams& layer;
@@ -36,9 +36,27 @@ struct DgradContext {
 };
 
 // Multiplying warpgroups that have rows in a tile.
-MOK_DEVICE i32 groups_of(i32 valid) { return valid > 64 ? 2 : 1; }
+MOK_DEVICE i32 groups_of(i32 valid) { return valid > 64 ? 2 : valid > 0 ? 1 : 0; }
 
 // ---- producer: warp 0, one lane ----
+
+// Rows and expert of a task; whether the CTAs of the cluster multiply with the same weights.
+MOK_DEVICE void find_rows(const DgradContext& c, i32 first, TileTask& task) {
+  constexpr i32 kLast = kClusterSize - 1;
+  const bool can_share = kClusterSize > 1 && task.kind != kTaskGateUp;
+  if (task.flags & kSharedTile) {
+    task.valid = max(0, min(kRowTile, c.layer.num_tokens - task.block * kRowTile));
+    if (can_share) task.flags |= kSharesWeights;
+    return;
+  }
+  const i32 blocks = macro_row_blocks(c.layer, c.params.macro_index, c.params.macro_blocks);
+  const i32* const experts = c.layer.row_block_expert + c.first_block();
+  task.valid = task.block < blocks ? ld_global_s32(c.layer.row_block_valid + c.first_block() + task.block) : 0;
+  task.batch = ld_global_s32(experts + min(task.block, blocks - 1));
+  if (!can_share) return;
+  const i32 other = ld_global_s32(experts + min(first + (task.block == first ? kLast : 0), blocks - 1));
+  if (task.batch == other) task.flags |= kSharesWeights;
+}
 
 // The task of a ticket; moves `walk` from the shared expert to the routed rows when that is where it lies.
 MOK_DEVICE TileTask dgrad_task(const DgradContext& c, DgradWalk& walk, bool& shared, u32 ticket) {
@@ -47,18 +65,15 @@ MOK_DEVICE TileTask dgrad_task(const DgradContext& c, DgradWalk& walk, bool& sha
     if (!shared) return task;
     const u32 first = walk.first;
     walk = routed_walk(c.layer, c.params);
-    walk.first = first;
+    walk.begin(first);
     shared = false;
   }
   const DgradTile tile = walk.tile(ticket);
-  const i32 row_block = c.first_block() + tile.block;
   task.kind = tile.kind;
-  task.block = tile.block;
+  task.block = tile.unit * kClusterSize + cluster_rank();
   task.column = tile.column * kTileColumns;
-  task.valid = shared ? min(kRowTile, c.layer.num_tokens - tile.block * kRowTile)
-                      : ld_global_s32(c.layer.row_block_valid + row_block);
-  task.batch = shared ? 0 : ld_global_s32(c.layer.row_block_expert + row_block);
   task.flags = (shared ? kSharedTile : 0) | (tile.made_again ? kMadeAgain : 0);
+  find_rows(c, tile.unit * kClusterSize, task);
   const i32 half = ceil_div(c.intermediate_size(shared), kDepthBlock);
   task.depth = tile.kind == kTaskInput ? 2 * half : ceil_div(c.layer.hidden_size, kDepthBlock);
   return task;
@@ -91,6 +106,7 @@ MOK_DEVICE Dependency dependency_of(const DgradContext& c, const TileTask& task)
   const bool shared = task.flags & kSharedTile;
   const DgradCounters counters = c.counters();
   const u32 hidden_tiles = ceil_div(c.intermediate_size(shared), kTileColumns), rows = pulled_rows(task.valid);
+  if (task.valid == 0) return Dependency{nullptr, 0, kPhaseNone};
   if (task.kind == kTaskInput) return Dependency{c.hidden_ready(shared, task.block), hidden_tiles, kPhaseDgradReady};
   if (shared) return Dependency{nullptr, 0, kPhaseNone};
   if (task.kind == kTaskHidden) return Dependency{counters.dy_ready(task.block), rows, kPhaseRowsReady};
@@ -136,21 +152,22 @@ MOK_DEVICE Product product_of(const DgradContext& c, const TileTask& task, i32 h
 // K-blocks first .. end - 1 of one product. MXFP8: the shared expert has a launch of its own, and in its place
 // DgradMaps holds the maps of the scales.
 template <Major kMajorB>
-MOK_DEVICE void load_blocks(const DgradContext& c, const Product& product, i32 first, i32 end, StageCursor& stage) {
+MOK_DEVICE void load_blocks(const DgradContext& c, const TileTask& task, const Product& product, i32 first, i32 end,
+                            StageCursor& stage) {
   constexpr i32 kScaleMaps = sizeof(DgradOperands) / sizeof(TensorMap);
   if constexpr (kMxfp8) {
     load_coded_product<Major::kK, kMajorB, true>(c.layout, stage, product.a, product.b, kScaleMaps, first, end);
   } else {
-    load_product<Major::kK, kMajorB>(c.layout, stage, product.a, product.b, first, end);
+    load_product<Major::kK, kMajorB>(c.layout, stage, product.a, product.b, first, end, task.flags & kSharesWeights);
   }
 }
 
 MOK_DEVICE void load_dgrad_product(const DgradContext& c, const TileTask& task, const Product& product, i32 first,
                                    i32 end, StageCursor& stage) {
   if (task.kind == kTaskGateUp) {
-    load_blocks<Major::kK>(c, product, first, end, stage);
+    load_blocks<Major::kK>(c, task, product, first, end, stage);
   } else {
-    load_blocks<Major::kMN>(c, product, first, end, stage);
+    load_blocks<Major::kMN>(c, task, product, first, end, stage);
   }
 }
 
@@ -162,7 +179,7 @@ MOK_DEVICE void load_rest(const DgradContext& c, const TileTask& task, i32 ahead
   if (task.kind == kTaskInput) {
     load_dgrad_product(c, task, product_of(c, task, 1), 0, depth, stage);
   } else if (task.kind == kTaskHidden) {
-    if (task.flags & kMadeAgain) {
+    if ((task.flags & kMadeAgain) && task.valid > 0) {
       const u32 needed = 2 * ceil_div(c.intermediate_size(shared), kTileColumns);
       wait_for(c, Dependency{c.again_ready(shared, task.block), needed, kPhaseHiddenReady}, task.block);
       fence_proxy_async_global();
@@ -180,12 +197,14 @@ MOK_DEVICE void produce_dgrad(const DgradContext& c) {
   StageCursor stage;
   TaskCursor queue;
   DgradWalk walk = shared_walk(c.layer, c.params);
+  walk.begin(0);
   bool shared = true;
-  u32* const tickets = c.counters().tile_ticket();
-  const u32 first_ticket = draw_ticket(tickets);
-  u32 ticket = draw_ticket(tickets);
-  TileTask task = dgrad_task(c, walk, shared, first_ticket);
+  TicketMail mail(c.layout, c.counters().tile_ticket(), c.layer.abort_flag);
+  mail.draw();
+  TileTask task = dgrad_task(c, walk, shared, mail.next());
+  mail.draw();
   bool ready = false;
+  if (task.kind == kTaskEnd) let_next_kernel_in();
   while (task.kind != kTaskEnd) {
     publish_task(c.layout, queue, task);
     if (!ready) {
@@ -198,12 +217,11 @@ MOK_DEVICE void produce_dgrad(const DgradContext& c) {
     const i32 ahead = min(depth, kStages), later = min(depth, kStages + kLookUpBlocks);
     const Product product = product_of(c, task, 0);
     load_dgrad_product(c, task, product, 0, ahead, stage);
-    TileTask next = dgrad_task(c, walk, shared, ticket);
-    const u32 stop = ld_relaxed_gpu(c.layer.abort_flag);
-    ticket = draw_ticket(tickets);
+    const TileTask next = dgrad_task(c, walk, shared, mail.next());
+    mail.draw();
+    if (next.kind == kTaskEnd) let_next_kernel_in();  // every tile that is left is under way on some SM
     load_dgrad_product(c, task, product, ahead, later, stage);
     ready = next.kind != kTaskEnd && is_ready(dependency_of(c, next));
-    if (stop != 0) next.kind = kTaskEnd;
     load_rest(c, task, later, stage);
     trace_task(kTraceLoad, task.block, task.column);
     task = next;
@@ -217,11 +235,11 @@ MOK_DEVICE void produce_dgrad(const DgradContext& c) {
 // rows. `turns`: bit g is the parity of warpgroup g's pieces, which completes once per hidden tile it works on.
 MOK_DEVICE void store_hidden(const DgradContext& c, const TileTask& task, StageCursor& stage, u32& turns) {
   const DgradOperands& maps = c.operands(task.flags & kSharedTile);
-  const i32 lane = threadIdx.x % kWarpSize, groups = groups_of(task.valid);
+  const i32 groups = groups_of(task.valid);
   for (i32 chunk = 0; chunk < 4; ++chunk) {
     for (i32 group = 0; group < groups; ++group) {
       mbarrier_wait(c.layout.piece_full(group, chunk), turns >> group & 1);
-      if (lane == 0) {
+      if (elect_one()) {
         const u32 tile = c.layout.tile_a(stage.index) + group * kBoxBytes;
         const i32 column = task.column + chunk * kDepthBlock, row = task.block * kRowTile + group * 64;
         if constexpr (!kMxfp8) {  // codes left from registers
@@ -232,26 +250,56 @@ MOK_DEVICE void store_hidden(const DgradContext& c, const TileTask& task, StageC
         bulk_commit_group();
       }
     }
-    if (lane == 0) bulk_wait_group_read<0>();
+    if (elect_one()) bulk_wait_group_read<0>();
     __syncwarp();
-    if (lane < 4 * groups) mbarrier_arrive(c.layout.empty(stage.index));
+    release_stage(c.layout, stage.index, 4 * groups);
     stage.advance();
   }
-  turns ^= groups == 2 ? 3 : 1;
-  if (lane == 0) {
+  turns ^= (1 << groups) - 1;
+  if (groups > 0 && elect_one()) {
     bulk_wait_group<0>();
     fence_proxy_async_global();
     red_release_gpu(c.hidden_ready(task.flags & kSharedTile, task.block), 1);
+    if (!(task.flags & kSharedTile)) red_release_gpu(c.counters().hidden_done(), 1);
   }
 }
 
-// gate or up of a tile is in global memory once all multiplying warps are through with it.
-MOK_DEVICE void signal_again(const DgradContext& c, const TileTask& task, const TaskCursor& queue) {
-  for (i32 group = 0; group < 2; ++group) mbarrier_wait(c.layout.tile_done(group, queue.index), queue.parity);
-  if (threadIdx.x % kWarpSize == 0) {
-    fence_proxy_async_global();
-    red_release_gpu(c.again_ready(task.flags & kSharedTile, task.block), 1);
+// Where the rows of a gate/up or dx tile go.
+MOK_DEVICE TileRows target_rows(const DgradContext& c, const TileTask& task) {
+  const bool shared = task.flags & kSharedTile;
+  const i64 row = static_cast<i64>(task.block) * kRowTile;
+  if (task.kind == kTaskInput) {
+    if (!shared) return owner_slots(c.layer, c.first_block() + task.block);
+    return local_rows(c.params.shared_dx, row, task.valid, c.layer.hidden_size);
   }
+  const bool gate = task.column < ceil_div(c.intermediate_size(shared), kTileColumns) * kTileColumns;
+  u16* matrix = shared ? (gate ? c.params.shared_gate_again : c.params.shared_up_again)
+                       : (gate ? c.params.gate_again : c.params.up_again);
+  return local_rows(matrix, row, task.valid, c.intermediate_size(shared));
+}
+
+// Rows of a gate/up or dx tile, half by half as the multiplying warps hand them over. `turns` as in `store_hidden`.
+MOK_DEVICE void store_tile_rows(const DgradContext& c, const TileTask& task, u32& turns) {
+  const i32 I = c.intermediate_size(task.flags & kSharedTile), groups = groups_of(task.valid);
+  if (groups == 0) return;
+  const i32 hidden_columns = ceil_div(I, kTileColumns) * kTileColumns;
+  const bool input = task.kind == kTaskInput, up = !input && task.column >= hidden_columns;
+  const i32 column = task.column - (up ? hidden_columns : 0), columns = input ? c.layer.hidden_size : I;
+  const TileRows rows = target_rows(c, task);
+  for (i32 half = 0; half < 2; ++half) {
+    for (i32 group = 0; group < groups; ++group) {
+      mbarrier_wait(c.layout.half_full(group, half), turns >> group & 1);
+      store_half(c.layout, rows, group, half, column, columns);
+    }
+  }
+  turns ^= (1 << groups) - 1;
+}
+
+// gate or up of a tile is in global memory.
+MOK_DEVICE void signal_again(const DgradContext& c, const TileTask& task) {
+  fence_proxy_async_global();
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) red_release_gpu(c.again_ready(task.flags & kSharedTile, task.block), 1);
 }
 
 MOK_DEVICE void finish_d_weights(const DgradContext& c, const TileTask& task) {
@@ -266,18 +314,19 @@ MOK_DEVICE void finish_d_weights(const DgradContext& c, const TileTask& task) {
 MOK_DEVICE void store_dgrad(const DgradContext& c) {
   StageCursor stage;
   TaskCursor queue;
-  u32 turns = 0;
+  u32 hidden_turns = 0, row_turns = 0;
   while (true) {
     const TileTask task = read_task(c.layout, queue);
     if (task.kind == kTaskEnd) return;
     stage.skip(task.depth);
     trace_task(kTraceWaitTile, task.block, task.column);
     if (task.kind == kTaskHidden) {
-      store_hidden(c, task, stage, turns);
-    } else if (task.kind == kTaskGateUp) {
-      signal_again(c, task, queue);
-    } else if (task.column == 0 && !(task.flags & kSharedTile)) {
-      finish_d_weights(c, task);
+      store_hidden(c, task, stage, hidden_turns);
+    } else {
+      store_tile_rows(c, task, row_turns);
+      if (task.kind == kTaskGateUp && task.valid > 0) signal_again(c, task);
+      const bool routed = !(task.flags & kSharedTile);
+      if (task.kind == kTaskInput && task.column == 0 && routed && task.valid > 0) finish_d_weights(c, task);
     }
     trace_task(kTraceStore, task.block, task.column);
     release_task(c.layout, queue);
@@ -331,40 +380,25 @@ MOK_DEVICE void finish_hidden(float (&d)[128], const DgradContext& c, const Tile
   }
 }
 
-// Where the rows of a gate/up or dx tile go.
-MOK_DEVICE TargetRows target_rows(const DgradContext& c, const TileTask& task, const RowOwners& owners) {
-  const bool shared = task.flags & kSharedTile;
-  const i64 row = static_cast<i64>(task.block) * kRowTile;
-  if (task.kind == kTaskInput) {
-    if (!shared) return owner_slots(c.layer, owners);
-    return local_rows(c.params.shared_dx, row, task.valid, c.layer.hidden_size);
-  }
-  const bool gate = task.column < ceil_div(c.intermediate_size(shared), kTileColumns) * kTileColumns;
-  u16* matrix = shared ? (gate ? c.params.shared_gate_again : c.params.shared_up_again)
-                       : (gate ? c.params.gate_again : c.params.up_again);
-  return local_rows(matrix, row, task.valid, c.intermediate_size(shared));
-}
-
-// Made by the kinds of tiles that store rows of bf16.
-MOK_DEVICE void finish_rows(const float (&d)[128], const DgradContext& c, const TileTask& task,
-                            const RowOwners& owners) {
-  const i32 I = c.intermediate_size(task.flags & kSharedTile);
-  const i32 hidden_columns = ceil_div(I, kTileColumns) * kTileColumns;
-  const bool input = task.kind == kTaskInput, up = !input && task.column >= hidden_columns;
-  store_rows(d, c.layout.staging(threadIdx.x / kWarpSize - 4), target_rows(c, task, owners),
-             task.column - (up ? hidden_columns : 0), input ? c.layer.hidden_size : I);
-}
-
-// d = tc(a, b) of a tile.
-template <Major kMajorB, typename Meanwhile>
+// d = tc(a, b) of a tile; hands over the rest of the tile before it.
+template <Major kMajorB>
 MOK_DEVICE void multiply_tile(float (&d)[128], const DgradContext& c, const TileTask& task, StageCursor& stage,
-                              i32 group, Meanwhile&& meanwhile) {
+                              i32 group, HeldRows& held) {
   if constexpr (kMxfp8) {
-    meanwhile();
-    multiply_codes<Major::kK, kMajorB>(d, c.layout, stage, 4 * task.depth, group, 0, kCodeRows, NoShadow{});
+    multiply_codes<Major::kK, kMajorB>(d, c.layout, stage, 4 * task.depth, group, 0, kCodeRows);
   } else {
-    multiply<Major::kK, kMajorB>(d, c.layout, stage, task.depth, group, 0, meanwhile);
+    multiply<Major::kK, kMajorB>(d, c.layout, stage, task.depth, group, 0,
+                                 [&] { hand_over_second(c.layout, group, held); });
+    hand_over_second(c.layout, group, held);  // of a product too short to have done it
   }
+}
+
+// gate and up go at once: tiles elsewhere wait for them, this warpgroup's next tile may be one that waits for those.
+// MXFP8: no registers to hold half a tile in.
+MOK_DEVICE void finish_rows(const float (&d)[128], const DgradContext& c, const TileTask& task, i32 group,
+                            HeldRows& held) {
+  hand_over_first(d, c.layout, group, held);
+  if (kMxfp8 || task.kind == kTaskGateUp) hand_over_second(c.layout, group, held);
 }
 
 // A warpgroup without rows in the tile.
@@ -381,41 +415,39 @@ template <bool kClamp>
 MOK_DEVICE void multiply_dgrad(const DgradContext& c, i32 group) {
   StageCursor stage;
   TaskCursor queue;
+  HeldRows held;
+  held.full = false;
+  held.turn = 0;
   const float limit = c.layer.swiglu_limit;
   const SwigluLimit clamp{limit, kClamp ? sigmoid(limit) : 0.0f};
   while (true) {
     const TileTask task = read_task(c.layout, queue);
-    if (task.kind == kTaskEnd) return;
-    const u32 done = c.layout.tile_done(group, queue.index);
+    if (task.kind == kTaskEnd) break;
     release_task(c.layout, queue);
     if (task.valid <= 64 * group) {
+      hand_over_second(c.layout, group, held);
       pass_tile(c, task, stage);
     } else {
       float d[128];
       if (task.kind == kTaskHidden) {
         const HiddenRows rows = hidden_rows(c, task);
-        multiply_tile<Major::kMN>(d, c, task, stage, group, NoShadow{});
+        multiply_tile<Major::kMN>(d, c, task, stage, group, held);
         trace_task<4 * kWarpSize>(kTraceHidden, task.block, task.column);
+        wait_handed_over(c.layout, group, held);
         finish_hidden<kClamp>(d, c, task, rows, stage, group, clamp);
       } else {
-        RowOwners owners{};
         if (task.kind == kTaskInput) {
-          const bool routed = !(task.flags & kSharedTile);
-          if (routed) owners = row_owners(c.layer, c.first_block() + task.block);
-          multiply_tile<Major::kMN>(d, c, task, stage, group, [&] {
-            if (routed) owners.find_bases(c.layer);
-          });
+          multiply_tile<Major::kMN>(d, c, task, stage, group, held);
         } else {
-          multiply_tile<Major::kK>(d, c, task, stage, group, NoShadow{});
+          multiply_tile<Major::kK>(d, c, task, stage, group, held);
         }
         trace_task<4 * kWarpSize>(kTraceAgain - kTaskGateUp + task.kind, task.block, task.column);
-        finish_rows(d, c, task, owners);
+        finish_rows(d, c, task, group, held);
       }
       trace_task<4 * kWarpSize>(kTraceStore, task.block, task.column);
     }
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(done);
   }
+  hand_over_second(c.layout, group, held);
 }
 
 }  // namespace mok

@@ -11,7 +11,8 @@
 // An expert without rows: +0 everywhere, or left alone when gradients accumulate.
 // K runs in groups of 16 to the last route, a single k-block of 64 whole; rows behind the last route are +0 in both
 // operands as far as K runs.
-// Reads: rings written by the dgrad kernel before it in the stream. Writes: dW. Synchronisation: tickets only.
+// Reads: rings written by the dgrad kernel before it in the stream. Writes: dW. Synchronisation: tickets, and where
+// the kernel is launched early, the count of dgrad's hidden tiles.
 #pragma once
 #include "backward_dx.cuh"
 #include "backward_schedule.cuh"
@@ -132,7 +133,7 @@ MOK_DEVICE void load_wgrad_tile(const WgradContext& c, const TileTask& task, Sta
   const Operand a{&c.maps.rows_out[product], task.block, task.ring_row, 0, c.params.rows[product] % 64 == 0};
   const Operand b{&c.maps.rows_in[product], task.column, task.ring_row, 0, c.params.columns[product] % 64 == 0};
   if constexpr (!kMxfp8) {
-    load_product<kMN, kMN>(c.layout, stage, a, b, 0, blocks);
+    load_product<kMN, kMN>(c.layout, stage, a, b, 0, blocks, true);
   } else if (is_all_codes(product)) {
     load_coded_product<kMN, kMN, true>(c.layout, stage, a, b, kScaleMaps, 0, blocks);
   } else {
@@ -167,10 +168,11 @@ struct ExpertTickets {
         experts(experts_of_macrobatch(layer, params)),
         tiles(tiles_per_expert<kRows>(params)) {}
 
-  // The tile of a ticket, or of the next one that has something to do.
-  MOK_DEVICE TileTask locate(u32 ticket) const {
+  // The tile of the next ticket of `draw()` that has something to do.
+  template <typename Draw>
+  MOK_DEVICE TileTask locate(Draw&& draw) const {
     const u32 total = (experts.end - experts.first) * tiles;
-    for (; ticket < total; ticket = draw_ticket(params.ticket)) {
+    for (u32 ticket = draw(); ticket < total; ticket = draw()) {
       const i32 expert = experts.first + static_cast<i32>(ticket / tiles);
       const ExpertRows rows = expert_rows(layer, params, expert);
       if (rows.count == 0 && params.accumulate) continue;
@@ -189,17 +191,34 @@ using WgradTaskCursor = RingCursor<2>;  // slots of the task queue in use
 template <typename Tickets>
 MOK_DEVICE void draw_weights(const WgradContext& c, const Tickets& tickets) {
   WgradTaskCursor queue;
+  TicketMail mail(c.layout, c.params.ticket, c.layer.abort_flag);
   TileTask task;
   do {
     wait_task_slot(c.layout, queue);
-    task = tickets.locate(draw_ticket(c.params.ticket));
-    if (aborted(c.layer.abort_flag)) task.kind = kTaskEnd;
+    task = tickets.locate([&] {
+      mail.draw();
+      return mail.next();
+    });
+    const i32 above = cluster_rank() * kTileRows;  // rows of a cluster's tile that are the partner's
+    task.block += above;
+    task.valid = min(task.valid - above, kTileRows);
     publish_task(c.layout, queue, task);
   } while (task.kind != kTaskEnd);
 }
 
+// Loading lane, before its first copy: the rows of this macrobatch are complete. The kernel may have begun while dgrad
+// was making its last dx tiles, which nobody waits for here; all CTAs that make them are running by then.
+MOK_DEVICE void wait_hidden_rows(const LayerParams& layer, const WgradParams& params) {
+  if (params.hidden_done == nullptr) return;
+  const i32 blocks = macro_row_blocks(layer, params.macro_index, params.macro_blocks);
+  const u32 tiles = blocks * ceil_div(layer.intermediate_size, kTileColumns);
+  wait_gpu(params.hidden_done, tiles, wait_context(layer), kPhaseGradTile, 0);
+  fence_proxy_async_global();
+}
+
 // Warp 0, one lane: K-blocks of all tiles, without a pause between two of them.
 MOK_DEVICE void load_weights(const WgradContext& c) {
+  wait_hidden_rows(c.layer, c.params);
   StageCursor stage;
   WgradTaskCursor queue;
   while (true) {
@@ -291,39 +310,79 @@ MOK_DEVICE void matrix_rows(T* (&target)[4], T* matrix, i32 first, i32 rows, i32
   }
 }
 
-// A finished chain to dW: 64 rows of a warpgroup, `row` the warp's first in dW. bf16: the one rounding at its end.
+// A finished chain to dW as float32: 64 rows of a warpgroup, `row` the warp's first in dW.
 template <i32 kCount>
-MOK_DEVICE void end_chain(const float (&d)[kCount], const WgradParams& params, const WgradMaps& maps,
-                          const TileTask& task, u32 staging, i32 row, i32 column) {
-  const i32 product = product_of(task.flags), rows = params.rows[product], columns = params.columns[product];
-  const bool to_bf16 = end_of(task.flags) == kEndBf16;
+MOK_DEVICE void end_chain_float32(const float (&d)[kCount], const WgradParams& params, const WgradMaps& maps,
+                                  const TileTask& task, u32 staging, i32 row, i32 column) {
+  const i32 product = product_of(task.flags), columns = params.columns[product];
   if (params.bulk_stores && end_of(task.flags) != kEndStraddling) {
-    const TensorMap* map = &maps.gradient[product];
-    if (to_bf16) {
-      store_chunks_bulk<kCount / 32, 64>(staging, map, task.batch, row, column,
-                                         [&](i32 chunk, u32 buffer) { stage_bf16(d + chunk * 32, buffer); });
-    } else {
-      store_chunks_bulk<kCount / 16, 32>(staging, map, task.batch, row, column,
-                                         [&](i32 chunk, u32 buffer) { stage_float32(d + chunk * 16, buffer); });
-    }
+    store_chunks_bulk<kCount / 16, 32>(staging, &maps.gradient[product], task.batch, row, column,
+                                       [&](i32 chunk, u32 buffer) { stage_float32(d + chunk * 16, buffer); });
     return;
   }
   wait_bulk_stores<false>();
-  if (to_bf16) {
-    TargetRows target;
-    matrix_rows(target.row, matrix_at<u16>(params.gradient[product], task.batch, params, product), row, rows, columns);
-    store_rows(d, staging, target, column, columns);
+  float* target[4];
+  matrix_rows(target, float32_end(params, task), row, params.rows[product], columns);
+  store_rows_float32(d, staging, target, column, columns);
+}
+
+// The same as float32 or, after the one rounding at its end, as bf16.
+template <i32 kCount>
+MOK_DEVICE void end_chain(const float (&d)[kCount], const WgradParams& params, const WgradMaps& maps,
+                          const TileTask& task, u32 staging, i32 row, i32 column) {
+  if (end_of(task.flags) == kEndBf16) {
+    store_chunks_bulk<kCount / 32, 64>(staging, &maps.gradient[product_of(task.flags)], task.batch, row, column,
+                                       [&](i32 chunk, u32 buffer) { stage_bf16(d + chunk * 32, buffer); });
   } else {
-    float* target[4];
-    matrix_rows(target, float32_end(params, task), row, rows, columns);
-    store_rows_float32(d, staging, target, column, columns);
+    end_chain_float32(d, params, maps, task, staging, row, column);
   }
 }
 
+// The second half of a finished bf16 tile, stored while the products of the next tile run: the shared memory of a warp
+// holds the first half only, and to wait until that has left would leave the tensor cores idle.
+struct HeldHalf {
+  u32 words[32];  // columns 128 .. 255 of the warp's 16 rows, rounded
+  i32 matrix, corner;  // batch and product, -1: nothing is held; row and column in units of 8
+};
+
+// 128 columns of a warp's 16 rows through the copy engine; `stage(half, buffer)` puts 64 of them into shared memory.
+template <typename Stage>
+MOK_DEVICE void store_half_bulk(const WgradMaps& maps, i32 product, i32 batch, i32 row, i32 column, u32 staging,
+                           Stage&& stage) {
+  wait_bulk_stores<false>();
+  stage(0, staging);
+  stage(1, staging + kStagingBytes / 2);
+  fence_proxy_async_shared();
+  __syncwarp();
+  if (elect_one()) {
+    tma_store_3d(&maps.gradient[product], staging, column, row, batch);
+    tma_store_3d(&maps.gradient[product], staging + kStagingBytes / 2, column + 64, row, batch);
+    bulk_commit_group();
+  }
+}
+
+MOK_DEVICE void store_held(HeldHalf& held, const WgradMaps& maps, u32 staging) {
+  if (held.matrix < 0) return;
+  store_half_bulk(maps, held.matrix % kWgradProducts, held.matrix / kWgradProducts, held.corner % 65536 * 8,
+                  held.corner / 65536 * 8, staging,
+             [&](i32 chunk, u32 buffer) { stage_pairs(held.words + 16 * chunk, buffer); });
+  held.matrix = -1;
+}
+
+// `end_chain` for a whole bf16 tile: its first half leaves, its second is held. What was held before has left.
+MOK_DEVICE void end_first_half(const float (&d)[128], HeldHalf& held, const WgradMaps& maps, const TileTask& task,
+                               u32 staging, i32 row) {
+  store_half_bulk(maps, product_of(task.flags), task.batch, row, task.column, staging,
+             [&](i32 chunk, u32 buffer) { stage_bf16(d + 32 * chunk, buffer); });
+  round_pairs(held.words, d + 64);
+  held.matrix = task.batch * kWgradProducts + product_of(task.flags);
+  held.corner = (task.column + kTileColumns / 2) / 8 * 65536 + row / 8;
+}
+
 // Accumulators of a tile's chain, over all its k-blocks.
-template <typename Layout>
+template <typename Layout, typename Shadow>
 MOK_DEVICE void run_chain(float (&d)[128], const WgradContextOn<Layout>& c, const TileTask& task, StageCursor& stage,
-                          i32 group) {
+                          i32 group, Shadow&& shadow) {
   const i32 resumed = begin_of(task.flags) != kBeginZero;
   if (resumed) {
     begin_chain(d, c.params, task, task.block + first_row_of_warp(), task.column);
@@ -334,20 +393,25 @@ MOK_DEVICE void run_chain(float (&d)[128], const WgradContextOn<Layout>& c, cons
   if (task.depth == 0) return;
   if constexpr (kMxfp8) {
     const i32 rows = is_all_codes(product_of(task.flags)) ? kCodeRows : kTileRows;
-    multiply_codes<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed, rows, NoShadow{});
+    multiply_codes<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed, rows);
   } else {
-    multiply_groups<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed);
+    multiply_groups<Major::kMN, Major::kMN>(d, c.layout, stage, task.depth, group, resumed, shadow);
   }
 }
 
-template <typename Layout>
+// kHold: bf16 tiles leave in two halves.
+template <bool kHold, typename Layout>
 MOK_DEVICE void multiply_wgrad(const WgradContextOn<Layout>& c, i32 group) {
   StageCursor stage;
   WgradTaskCursor queue;
+  const u32 staging = c.layout.staging(threadIdx.x / kWarpSize - 4);
+  HeldHalf held;
+  held.matrix = -1;
   while (true) {
     const TileTask task = read_task(c.layout, queue);
     if (task.kind == kTaskEnd) break;
     if (task.valid <= 64 * group) {
+      if constexpr (kHold) store_held(held, c.maps, staging);
       release_task(c.layout, queue);
       const i32 blocks = depth_blocks(task);
       if constexpr (kMxfp8) {
@@ -358,14 +422,26 @@ MOK_DEVICE void multiply_wgrad(const WgradContextOn<Layout>& c, i32 group) {
       continue;
     }
     float d[128];
-    run_chain(d, c, task, stage, group);
+    if constexpr (kHold) {
+      run_chain(d, c, task, stage, group, [&] { store_held(held, c.maps, staging); });
+      store_held(held, c.maps, staging);  // of a chain too short to have done it
+    } else {
+      run_chain(d, c, task, stage, group, NoShadow{});
+    }
     const TileTask finished = read_task(c.layout, queue);  // again, rather than in registers all the while
     release_task(c.layout, queue);
     trace_task<4 * kWarpSize>(kTraceWeight, finished.batch, finished.column);
-    end_chain(d, c.params, c.maps, finished, c.layout.staging(threadIdx.x / kWarpSize - 4),
-              finished.block + first_row_of_warp(), finished.column);
+    const i32 row = finished.block + first_row_of_warp();
+    if constexpr (!kHold) {
+      end_chain(d, c.params, c.maps, finished, staging, row, finished.column);
+    } else if (end_of(finished.flags) == kEndBf16) {
+      end_first_half(d, held, c.maps, finished, staging, row);
+    } else {
+      end_chain_float32(d, c.params, c.maps, finished, staging, row, finished.column);
+    }
     trace_task<4 * kWarpSize>(kTraceStore, finished.batch, finished.column);
   }
+  if constexpr (kHold) store_held(held, c.maps, staging);
   wait_bulk_stores<true>();
 }
 

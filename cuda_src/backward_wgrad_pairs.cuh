@@ -9,10 +9,11 @@
 // NumPy twin: mok_ref/experts.py: weight_gradient. Same sums in the same order as backward_wgrad.cuh: same bits.
 // Executed by: CTAs of kThreads threads in clusters of two. Warp 0 of CTA 0 draws tickets, warp 1 loads rows_out and
 // warp 2 rows_in (a k-block of a half is 512 clocks, and one lane needs about 300 for a copy), warpgroups 1 and 2
-// multiply and store.
+// multiply and store. Warp 3, and warp 0 of CTA 1, make dx beside it.
 // Synchronisation: CTA 0 writes each task into both CTAs' queues; the queue's `empty` barriers live in CTA 0. A stage
 // is free once the four warps that used it have said so in both CTAs. Nobody waits for another cluster.
 #pragma once
+#include "backward_epilogue.cuh"
 #include "backward_wgrad.cuh"
 
 namespace mok {
@@ -20,8 +21,7 @@ namespace mok {
 constexpr i32 kPairRows = 2 * kTileRows;
 constexpr i32 kPairStages = 6;
 constexpr u32 kPairStageBytes = 4 * kBoxBytes;  // 128 columns of rows_out, 128 of rows_in, 64 rows of both
-constexpr i32 kHalfColumns = kTileColumns / 2;  // of a warpgroup
-constexpr i32 kPairLoaderRegisters = 56, kPairMathRegisters = 224;
+constexpr i32 kPairLoaderRegisters = 88, kPairMathRegisters = 208;
 constexpr i32 kTurnBarrier = 1;  // named barriers 1 and 2: it is warpgroup 0's, 1's turn to multiply
 static_assert(128 * kPairLoaderRegisters + 256 * kPairMathRegisters <= 64512, "over-subscribed registers hang");
 static_assert(kPairStages * kPairStageBytes == kStages * kStageBytes, "both rings have the same bytes");
@@ -107,7 +107,7 @@ MOK_DEVICE void draw_pairs(const PairContext& c) {
   TileTask task;
   do {
     wait_task_slot(c.layout, queue);
-    task = tickets.locate(draw_ticket(c.params.ticket));
+    task = tickets.locate([&] { return draw_ticket(c.params.ticket); });
     if (aborted(c.layer.abort_flag)) task.kind = kTaskEnd;
     publish_pair_task(c.layout, queue, task);
   } while (task.kind != kTaskEnd);
@@ -152,6 +152,7 @@ MOK_DEVICE void load_rows_in(const PairContext& c, const TileTask& task, PairCur
 
 template <bool kRowsOut>
 MOK_DEVICE void load_pairs(const PairContext& c) {
+  wait_hidden_rows(c.layer, c.params);
   PairCursor stage;
   WgradTaskCursor queue;
   while (true) {
@@ -289,24 +290,29 @@ MOK_DEVICE void multiply_pairs(const PairContext& c, i32 group) {
   wait_bulk_stores<true>();
 }
 
-// The whole kernel; shared: kSharedBytes of dynamic shared memory.
+// The whole kernel; shared: kSharedBytes of dynamic shared memory. `beside` as in `wgrad_kernel`.
+template <typename Beside>
 MOK_DEVICE void wgrad_pairs_kernel(void* shared, const LayerParams& layer, const WgradParams& params,
-                                   const WgradMaps& maps) {
+                                   const WgradMaps& maps, const Beside& beside) {
   const u32 rank = cluster_ctarank();
   const PairContext context{layer, params, maps, init_pairs(shared, rank), rank};
   trace_start(layer.rank);
-  const i32 warpgroup = threadIdx.x / (4 * kWarpSize);
-  switch (warpgroup) {
+  const i32 warp = threadIdx.x / kWarpSize;
+  switch (warp / 4) {
     case 0:
       setmaxnreg_dec<kPairLoaderRegisters>();
-      if (threadIdx.x == 0 && rank == 0) draw_pairs(context);
-      if (threadIdx.x == kWarpSize) load_pairs<true>(context);
-      if (threadIdx.x == 2 * kWarpSize) load_pairs<false>(context);
+      if (warp == 0 && rank == 0 && elect_one()) draw_pairs(context);
+      if (warp == 1 && elect_one()) load_pairs<true>(context);
+      if (warp == 2 && elect_one()) load_pairs<false>(context);
+      if (warp == 3 || (warp == 0 && rank == 1)) {
+        const i32 ctas = gridDim.x, cta = blockIdx.x;
+        beside(warp == 3 ? cta : ctas + cta / 2, ctas + ctas / 2);
+      }
       break;
     case 1:
     case 2:
       setmaxnreg_inc<kPairMathRegisters>();
-      multiply_pairs(context, warpgroup - 1);
+      multiply_pairs(context, warp / 4 - 1);
       break;
   }
   __syncwarp();

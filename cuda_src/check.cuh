@@ -36,7 +36,8 @@ MOK_DEVICE void report_timeout(const WaitContext& wait, u32 phase, i32 peer, u32
 }
 
 // True: *word has reached `expected` (modulo 2^32, so epochs may wrap). False: time-out or abort.
-template <bool kSystem>
+// kPauseNs: about how long to sleep between two looks; 0 where every moment counts.
+template <bool kSystem, u32 kPauseNs = 0>
 MOK_DEVICE bool wait_at_least(const u32* word, u32 expected, const WaitContext& wait, u32 phase, i32 peer,
                               u32 counter, u32 epoch) {
   u32 seen = kSystem ? ld_acquire_sys(word) : ld_acquire_gpu(word);
@@ -45,6 +46,7 @@ MOK_DEVICE bool wait_at_least(const u32* word, u32 expected, const WaitContext& 
   while (true) {
 #pragma unroll 1
     for (i32 poll = 0; poll < 32; ++poll) {
+      if constexpr (kPauseNs > 0) sleep_ns(kPauseNs);
       seen = kSystem ? ld_acquire_sys(word) : ld_acquire_gpu(word);
       if (static_cast<i32>(seen - expected) >= 0) return true;
     }
@@ -58,8 +60,9 @@ MOK_DEVICE bool wait_at_least(const u32* word, u32 expected, const WaitContext& 
 }
 
 // Inside one GPU: counters of the megakernels.
+template <u32 kPauseNs = 0>
 MOK_DEVICE bool wait_gpu(const u32* word, u32 expected, const WaitContext& wait, u32 phase, u32 counter) {
-  return wait_at_least<false>(word, expected, wait, phase, -1, counter, 0);
+  return wait_at_least<false, kPauseNs>(word, expected, wait, phase, -1, counter, 0);
 }
 
 // Between ranks: barrier flags.

@@ -30,7 +30,7 @@ constexpr i32 kDotBlock = 128;
 constexpr i32 kMaxRanks = MOK_MAX_RANKS;
 static_assert(kMaxRanks >= 1 && kMaxRanks <= 1024, "MOK_MAX_RANKS must be in 1..1024");
 
-// CTAs of the Hopper kernels that share one weight tile through their cluster's shared memory.
+// CTAs of the forward kernel that share operands through their cluster's shared memory.
 #ifndef MOK_CLUSTER_SIZE
 #define MOK_CLUSTER_SIZE 1
 #endif

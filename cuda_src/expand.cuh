@@ -41,6 +41,9 @@ MOK_DEVICE bool is_plain(u32 scale) { return scale <= kLastPlainScale; }
 // 2^(scale - 7), not above 2^127, in both halves.
 MOK_DEVICE u32 first_factor(u32 scale) { return twice_u16(min(scale + 120u, 254u) << 7); }
 
+// The same of a plain scale, in one instruction.
+MOK_DEVICE u32 plain_factor(u32 scale) { return scale * 0x00800080u + 0x3c003c00u; }
+
 // What is left of a scale that is not plain, in both halves; 1 for a plain one.
 MOK_DEVICE u32 second_factor(u32 scale) {
   const u32 exponent = is_plain(scale) ? 127u : scale - 7;

@@ -11,6 +11,7 @@
 // Before         rows_ready / hidden_ready of the tile's row block, acquired by the loader lane
 // After          hidden_ready, rows_done, released by every epilogue warp after its stores
 #pragma once
+#include "combine_inside.cuh"
 #include "swiglu.cuh"
 #include "tensor_core.cuh"
 #include "tile.cuh"
@@ -86,6 +87,18 @@ MOK_DEVICE void load_weights(const TileOperands& o, u32 dst, i32 k, u32 full, bo
   }
 }
 
+// Operand A, its second 64 rows only if there are any; in a cluster that shares it each CTA fetches 64 rows for both.
+MOK_DEVICE void load_rows(const TileOperands& o, u32 dst, i32 k, u32 full, bool upper, bool shares, i32 cluster_rank) {
+  if (kClusterSize == 2 && shares) {
+    if (cluster_rank == 1 && !upper) return;
+    const i32 row = o.a_row + 64 * cluster_rank;
+    tma_load_2d_cluster(dst + cluster_rank * kHalfTileBytes, o.a, k, row, full, (1 << kClusterSize) - 1);
+  } else {
+    tma_load_2d(dst, o.a, k, o.a_row, full);
+    if (upper) tma_load_2d(dst + kHalfTileBytes, o.a, k, o.a_row + 64, full);
+  }
+}
+
 // One k-block of a tile into the ring. Rows beyond the first 64 are loaded only if they are used.
 MOK_DEVICE void load_k_block(const Tile& tile, const TileOperands& o, i32 k, OperandRing& ring, i32 cluster_rank) {
   const bool upper = tile.valid_rows > 64, any = tile.valid_rows > 0;
@@ -93,9 +106,8 @@ MOK_DEVICE void load_k_block(const Tile& tile, const TileOperands& o, i32 k, Ope
   mbarrier_wait(ring.empty(), ring.phase);
   mbarrier_arrive_expect_tx(full, any ? kOperandBBytes + (upper ? 2 : 1) * kHalfTileBytes : 0);
   if (any) {
-    tma_load_2d(ring.a(), o.a, k, o.a_row, full);
-    if (upper) tma_load_2d(ring.a() + kHalfTileBytes, o.a, k, o.a_row + 64, full);
-    load_weights(o, ring.b(), k, full, tile.shares_weights, cluster_rank);
+    load_rows(o, ring.a(), k, full, upper, tile.shared == kSharesRows, cluster_rank);
+    load_weights(o, ring.b(), k, full, tile.shared == kSharesWeights, cluster_rank);
   }
   ring.advance();
 }
@@ -129,8 +141,8 @@ MOK_DEVICE void load_tiles(const LayerParams& params, const ForwardMaps& maps, u
     for (i32 block = 0; block < tile.k_blocks; ++block) {
       if (block == look) next = walk.locate(mail.next());
       if (block == look + 2) {  // the tables' answers are here by now: one latency at a time
-        const RowsAwaited awaited = rows_awaited(next, params, counters);
-        is_ready = awaited.counter == nullptr || ld_acquire_gpu(awaited.counter) >= awaited.expected;
+        const RowsAwaited then = rows_awaited(next, params, counters);
+        is_ready = then.counter == nullptr || ld_acquire_gpu(then.counter) >= then.expected;
       }
       load_k_block(tile, operands, block * kTileK, ring, cluster_rank);
     }
@@ -171,9 +183,10 @@ MOK_DEVICE void wait_operands(const OperandRing& ring, Pending& pending, Staging
   mbarrier_wait(ring.full(), ring.phase);
 }
 
-// acc = tc(A rows of this warpgroup, weight tile), from +0 over all k-blocks. A stage is handed back once the
-// next k-block's products are under way; what is pending is handed over as soon as there is room.
-MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, i32 k_blocks, Pending& pending,
+// acc = tc(A rows of this warpgroup, weight tile), from +0 over all k-blocks. A stage is handed back once the next
+// k-block's products are under way, or at once where that k-block is not there yet: then the free stage is worth more
+// than products queued without a gap. What is pending is handed over as soon as there is room.
+MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, const Tile& tile, Pending& pending,
                         StagingBuffer& staging, i32 lane) {
   const u32 offset = staging.warpgroup * kHalfTileBytes;
   if (pending.waits && !mbarrier_test_wait(ring.full(), ring.phase)) hand_over_now(pending, staging, lane);
@@ -182,21 +195,26 @@ MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, i32 k_blocks, Pend
   wgmma_fence();
   tc_k64<Major::kK, Major::kK>(acc, ring.a() + offset, ring.b(), 0);
   wgmma_commit();
-  u32 previous = ring.empty();
+  u32 held = ring.empty();  // stage of the products under way; 0: handed back
   ring.advance();
-  for (i32 block = 1; block < k_blocks; ++block) {
+  for (i32 block = 1; block < tile.k_blocks; ++block) {
+    if (!mbarrier_test_wait(ring.full(), ring.phase)) {
+      wgmma_wait<0>();
+      release_stage(held, lane);
+      held = 0;
+    }
     wait_operands(ring, pending, staging, lane);
     wgmma_fence();
     tc_k64<Major::kK, Major::kK>(acc, ring.a() + offset, ring.b(), 1);
     wgmma_commit();
     wgmma_wait<1>();
-    release_stage(previous, lane);
+    if (held != 0) release_stage(held, lane);
     if (pending.waits && staging.is_free()) hand_over(pending, staging, lane);
-    previous = ring.empty();
+    held = ring.empty();
     ring.advance();
   }
   wgmma_wait<0>();
-  release_stage(previous, lane);
+  release_stage(held, lane);
 }
 
 // A warpgroup without valid rows only hands the stages back.
@@ -225,7 +243,7 @@ MOK_DEVICE void multiply_tiles(unsigned char* bytes, i32 warpgroup) {
       skip_tile(ring, tile.k_blocks, lane);
     } else {
       float acc[128];
-      tc_tile(acc, ring, tile.k_blocks, pending, staging, lane);
+      tc_tile(acc, ring, tile, pending, staging, lane);
       trace_task<4 * kWarpSize>(kTraceSharedGateUp + tile.kind, tile.row_block, tile.column);
       hand_over_now(pending, staging, lane);
       staging.wait_free();
@@ -303,37 +321,36 @@ MOK_DEVICE void finish_tiles(const LayerParams& params, unsigned char* bytes, i3
   const i32 lane = threadIdx.x % kWarpSize, first_row = kEpilogueRows * warp;
   const ForwardCounters counters = forward_counters(params);
   const MinibatchWalk minis(params);
-  const bool ring_is_reused = minis.num_minis > minis.minis_per_macro;
+  const bool ring_is_reused = minis.ring_is_reused();
   const SwigluClamp clamp = swiglu_clamp(params);
   TileQueue queue(bytes);
-  StagingBuffer staging[2] = {{queue.shared, 0, 0}, {queue.shared, 1, 0}};
+  u32 turns[2] = {0, 0};
   while (true) {
     const Tile tile = queue.get();
     if (tile.kind == kStop) break;
     const bool gate_up = is_gate_up(tile);
     const HiddenTarget hidden = hidden_target(tile, params);
-    u16* target[2];
-#pragma unroll
-    for (i32 group = 0; group < 2; ++group) {
-      target[group] = gate_up ? nullptr : push_target(tile, params, 64 * group + first_row + lane);
-    }
-#pragma unroll
-    for (i32 half = 0; half < 2; ++half) {
-#pragma unroll
-      for (i32 group = 0; group < 2; ++group) {
-        if (tile.valid_rows <= 64 * group) continue;
-        staging[group].wait_full();
-        trace_task(kTraceWaitTile, tile.row_block, tile.column);
-        if (gate_up) {
-          swiglu_forward(staging[group], hidden, clamp, half, first_row, lane);
-        } else {
-          push_rows(staging[group], target[group], tile.column * kTileN, params.hidden_size, half, first_row, lane);
-        }
-        staging[group].pass(staging[group].free(), lane);
-        trace_task(kTraceStore, tile.row_block, tile.column);
+    u16* const low_target = gate_up ? nullptr : push_target(tile, params, first_row + lane);
+    u16* const high_target = gate_up ? nullptr : push_target(tile, params, 64 + first_row + lane);
+    const i32 groups = ceil_div(tile.valid_rows, 64);
+#pragma unroll 1
+    for (i32 part = 0; part < 2 * groups; ++part) {  // one copy of the code for all parts: it must fit the cache
+      const i32 half = part / groups, group = part % groups;
+      StagingBuffer staging{queue.shared, group, group == 0 ? turns[0] : turns[1]};
+      staging.wait_full();
+      trace_task(kTraceWaitTile, tile.row_block, tile.column);
+      if (gate_up) {
+        swiglu_forward(staging, hidden, clamp, half, first_row, lane);
+      } else {
+        push_rows(staging, group == 0 ? low_target : high_target, tile.column * kTileN, params.hidden_size, half,
+                  first_row, lane);
       }
+      staging.pass(staging.free(), lane);
+      (group == 0 ? turns[0] : turns[1]) = staging.turn;
+      trace_task(kTraceStore, tile.row_block, tile.column);
     }
     if (tile.valid_rows > 0) signal_tile(tile, counters, minis.mini_blocks, ring_is_reused, lane);
+    if (params.combines != 0 && !gate_up && tile.valid_rows > 0) arrive_rows(params, tile, lane);
     queue.finish(lane);
   }
 }

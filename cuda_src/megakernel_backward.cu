@@ -1,9 +1,10 @@
 // Backward of the layer on Hopper: one dgrad and one wgrad launch per macrobatch, then the replicated chain.
 //
-//   moe_dgrad_hopper         pull dy (and x); [gate, up again]; dhu, SwiGLU backward, dot128; dx, push
+//   moe_dgrad_hopper         pull dy (and x); [gate, up again]; dhu, SwiGLU backward, dot128; dx, push: by single CTAs,
+//                            for the shared expert of an MXFP8 layer (others: megakernel_backward_clusters.cu)
 //   moe_dgrad_clamp_hopper   the same with a clamp before SwiGLU
-//   moe_wgrad_hopper         dW_down, dW_gate, dW_up of the macrobatch's experts
-//   moe_wgrad_pairs_hopper   the same by pairs of CTAs, for experts with few rows
+//   moe_wgrad_pairs_hopper   dW_down, dW_gate, dW_up of the macrobatch's experts where these have few rows; beside the
+//                            last macrobatch's, dx
 //   moe_chain_hopper         one rank's part of the gradients of replicated weights
 //   moe_chain_collect        the last rank's accumulators become everybody's gradients
 //
@@ -28,16 +29,11 @@ moe_dgrad_clamp_hopper(const __grid_constant__ LayerParams layer, const __grid_c
   dgrad_kernel<true>(layer, params, maps);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-moe_wgrad_hopper(const __grid_constant__ LayerParams layer, const __grid_constant__ WgradParams params,
-                 const __grid_constant__ WgradMaps maps) {
-  wgrad_kernel<false>(layer, params, maps);
-}
-
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 moe_wgrad_pairs_hopper(const __grid_constant__ LayerParams layer, const __grid_constant__ WgradParams params,
-                       const __grid_constant__ WgradMaps maps) {
-  wgrad_pairs_kernel(shared_memory, layer, params, maps);
+                       const __grid_constant__ WgradMaps maps, const __grid_constant__ BackwardParams back) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  wgrad_pairs_kernel(shared_memory, layer, params, maps, DxBeside<8>{layer, back, params.with_dx != 0});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

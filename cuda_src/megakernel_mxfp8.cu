@@ -18,8 +18,8 @@
 namespace mok {
 
 // Registers per thread after the kernel's start: 128 * helpers + 256 * math must not exceed 64,512.
-constexpr i32 kHelperRegisters = 104;
-constexpr i32 kMathRegisters = 200;
+constexpr i32 kHelperRegisters = 88;
+constexpr i32 kMathRegisters = 208;
 static_assert(128 * kHelperRegisters + 256 * kMathRegisters <= 64512, "over-subscribed registers hang silently");
 
 extern "C" __global__ void __launch_bounds__(kForwardThreads, 1)
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kForwardThreads, 1)
   switch (warpgroup) {  // as in megakernel.cu: a switch, so that the math branch may use kMathRegisters
     case 0:
       setmaxnreg_dec<kHelperRegisters>();
-      if (threadIdx.x == 0) load_code_tiles(params, codes, maps, bytes);
+      if (warp == 0 && elect_one()) load_code_tiles(params, codes, maps, bytes);
       if (warp == 1) dispatch_codes(params, codes);
       if (warp >= 2) finish_code_tiles(params, codes, bytes, warp - 2);
       break;

@@ -20,48 +20,42 @@ namespace mok {
 
 // Tensor maps of one rank, by value. Python twin: mok_ref/gpu/hopper_mxfp8.py: CODE_MAPS
 struct CodeMaps {
-  TensorMap x_codes, h_codes;                         // boxes of 64 rows, 64 codes along K
-  TensorMap x_scales, h_scales;                       // boxes of 128 rows, one word along K
-  TensorMap w_gate_codes, w_up_codes, w_down_codes;   // boxes of 128 weight rows of one expert, 64 codes along K
-  TensorMap w_gate_scales, w_up_scales, w_down_scales;
+  TensorMap x_codes, x_half_codes, x_scales;    // boxes of 128 rows, of 64 (codes alone), 64 codes or a word along K
+  TensorMap h_codes, h_half_codes, h_scales;
+  TensorMap w_gate_up_codes, w_gate_up_scales;  // boxes of 128 weight rows of both of one expert
+  TensorMap w_down_codes, w_down_scales;        // boxes of 256 weight rows of one expert
 };
 
 // ---------------------------------------------------------------- loader lane
 
-// Which matrices a tile multiplies and where its operand rows start.
+// Which matrices a tile multiplies, and its first weight row.
 struct CodeOperands {
-  const TensorMap *tokens, *token_scales;
-  const TensorMap *low, *low_scales;    // first 128 weight rows
-  const TensorMap *high, *high_scales;  // second 128
-  i32 low_row, high_row;
+  const TensorMap *tokens, *token_scales;  // 128 rows, or the first 64 if there are no more
+  const TensorMap *weights, *weight_scales;
+  i32 row;
 };
 
 MOK_DEVICE CodeOperands code_operands(const Tile& tile, const CodeMaps& maps) {
+  const bool whole = tile.valid_rows > 64;
   if (tile.kind == kGateUp) {
-    const i32 row = tile.column * kHiddenTile;
-    return CodeOperands{&maps.x_codes,       &maps.x_scales,   &maps.w_gate_codes, &maps.w_gate_scales,
-                        &maps.w_up_codes,    &maps.w_up_scales, row,               row};
+    return CodeOperands{whole ? &maps.x_codes : &maps.x_half_codes, &maps.x_scales, &maps.w_gate_up_codes,
+                        &maps.w_gate_up_scales, tile.column * kHiddenTile};
   }
-  const i32 row = tile.column * kTileN;
-  return CodeOperands{&maps.h_codes,      &maps.h_scales,      &maps.w_down_codes, &maps.w_down_scales,
-                      &maps.w_down_codes, &maps.w_down_scales, row,                row + kTileN / 2};
+  return CodeOperands{whole ? &maps.h_codes : &maps.h_half_codes, &maps.h_scales, &maps.w_down_codes,
+                      &maps.w_down_scales, tile.column * kTileN};
 }
 
-// One k-block of a tile into the ring. Rows beyond the first 64 are loaded only if they are used.
+// One k-block of a tile into the ring, in four copies. Rows beyond the first 64 are loaded only if they are used.
 MOK_DEVICE void load_codes(const Tile& tile, const CodeOperands& o, i32 block, CodeRing& ring) {
   constexpr u32 kScales = kWeightScaleBytes + kTokenScaleBytes;
-  const bool upper = tile.valid_rows > 64;
   const i32 k = block * kTileK;
   const u32 full = ring.full(), codes = ring.codes();
   mbarrier_wait(ring.empty(), ring.phase);
-  mbarrier_arrive_expect_tx(full, kWeightCodeBytes + kScales + (upper ? 2 : 1) * kCodeChunkBytes);
+  mbarrier_arrive_expect_tx(full, kWeightCodeBytes + kScales + (tile.valid_rows > 64 ? 2 : 1) * kCodeChunkBytes);
   tma_load_2d(codes + kTokenCodes, o.tokens, k, tile.first_row, full);
-  if (upper) tma_load_2d(codes + kTokenCodes + kCodeChunkBytes, o.tokens, k, tile.first_row + 64, full);
   tma_load_2d(codes + kTokenScales, o.token_scales, tile.first_row, block, full);
-  tma_load_3d(codes, o.low, k, o.low_row, tile.expert, full);
-  tma_load_3d(codes + kWeightCodeBytes / 2, o.high, k, o.high_row, tile.expert, full);
-  tma_load_3d(codes + kWeightScales, o.low_scales, o.low_row, block, tile.expert, full);
-  tma_load_3d(codes + kWeightScales + kWeightScaleBytes / 2, o.high_scales, o.high_row, block, tile.expert, full);
+  tma_load_4d(codes, o.weights, k, o.row, tile.expert, 0, full);
+  tma_load_4d(codes + kWeightScales, o.weight_scales, o.row, block, tile.expert, 0, full);
   ring.advance();
 }
 
@@ -78,7 +72,7 @@ MOK_DEVICE void load_code_tiles(const LayerParams& params, const CodeParams& cod
   TileWalk walk(params, 0);
   TileQueue queue(bytes);
   TicketMail mail(counters.tile_ticket, params.abort_flag, queue.shared, 0);
-  CodeRing ring{queue.shared, 0, 1};
+  CodeRing ring{queue.shared, queue.shared, 1};
   Tile tile = walk.locate(mail.next());
   bool is_ready = false, is_plain = false;
   while (true) {
@@ -121,12 +115,12 @@ MOK_DEVICE void load_code_tiles(const LayerParams& params, const CodeParams& cod
 struct WeightCodes {
   u32 words[2][4];
 
-  // `place`: offset in a stage of this lane's row of chunk 0.
-  MOK_DEVICE void load(u32 place, u32 stage, i32 half) {
+  // `place`: offset in a stage of this lane's row of chunk 0 and of the block of 32.
+  MOK_DEVICE void load(u32 place, u32 stage) {
 #pragma unroll
     for (i32 chunk = 0; chunk < 2; ++chunk) {
       u32* w = words[chunk];
-      ldmatrix_x4((stage + place + chunk * (kWeightCodeBytes / 2)) ^ (half * 32), w[0], w[1], w[2], w[3]);
+      ldmatrix_x4(stage + place + chunk * (kWeightCodeBytes / 2), w[0], w[1], w[2], w[3]);
     }
   }
 
@@ -206,21 +200,25 @@ struct WeightFragments {
 // What a math thread expands of the tokens: one block of 32 of the tile's 128 rows x 2, sixteen codes at a time.
 // Offsets in a stage and in a tile of the ring.
 struct TokenPlace {
-  u32 codes, scale, target;
+  u32 codes[2];   // of either half of the block
+  u32 scale;
+  u32 target[4];  // 16-byte units of the block
 
-  MOK_DEVICE TokenPlace(i32 row, i32 half)
-      : codes(kTokenCodes + code_offset(row, 2 * half)),
-        scale(kTokenScales + 2 * row + half),
-        target(row * 128 + (((4 * half) ^ (row & 7)) << 4)) {}
+  MOK_DEVICE TokenPlace(i32 row, i32 half) : scale(kTokenScales + 2 * row + half) {
+#pragma unroll
+    for (i32 i = 0; i < 2; ++i) codes[i] = kTokenCodes + code_offset(row, 2 * half + i);
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) target[i] = row * 128 + (((4 * half + i) ^ (row & 7)) << 4);
+  }
 
   // Codes of half `group` of the block.
-  MOK_DEVICE uint4 load(u32 stage, i32 group) const { return ld_shared_v4((stage + codes) ^ (group << 4)); }
+  MOK_DEVICE uint4 load(u32 stage, i32 group) const { return ld_shared_v4(stage + codes[group]); }
 
   // Expanded and stored in the order of the weights' fragments: codes 0, 1, 4, 5, 8, 9, 12, 13, then the rest.
   template <bool kPlain>
   MOK_DEVICE void expand(const uint4& run, u32 scale_byte, u32 tile, i32 group) const {
     const u32 words[4] = {run.x, run.y, run.z, run.w};
-    const u32 first = kPlain ? scale_byte * 0x00800080u + 0x3c003c00u : first_factor(scale_byte);
+    const u32 first = kPlain ? plain_factor(scale_byte) : first_factor(scale_byte);
     u32 pairs[8];
 #pragma unroll
     for (i32 i = 0; i < 4; ++i) expand_word(words[i], first, pairs[i], pairs[i + 4]);
@@ -228,7 +226,7 @@ struct TokenPlace {
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
       const u32* p = pairs + 4 * i;
-      st_shared_v4((tile + target) ^ ((2 * group + i) << 4), p[0], p[1], p[2], p[3]);
+      st_shared_v4(tile + target[2 * group + i], p[0], p[1], p[2], p[3]);
     }
   }
 };
@@ -237,16 +235,20 @@ struct TokenPlace {
 
 // What a math thread knows of its places in a stage.
 struct MathPlaces {
-  u32 codes, scales;  // WeightCodes, WeightScales: rows 64 warpgroup of the first and of the second 128 weight rows
+  u32 codes[2], scales;  // WeightCodes, WeightScales: rows 64 warpgroup of the first and of the second 128 weight rows
   TokenPlace tokens;
-  u32 row;            // of the tokens
+  u32 row;               // of the tokens
   u32 lane;
 
-  MOK_DEVICE MathPlaces(i32 thread, i32 warpgroup) : tokens(thread, warpgroup), row(thread), lane(thread % kWarpSize) {
-    const i32 first = 64 * warpgroup + thread / kWarpSize * 16;
-    codes = code_offset(first + lane % 16, lane / 16);
-    scales = kWeightScales + 2 * (first + lane / 4);
-    for (u32* place : {&codes, &scales, &tokens.codes, &tokens.scale, &tokens.target, &lane}) keep_in_register(*place);
+  MOK_DEVICE MathPlaces(i32 thread, i32 warpgroup) : tokens(thread, warpgroup), row(thread) {
+    const i32 own = thread % kWarpSize, first = 64 * warpgroup + thread / kWarpSize * 16;
+    for (i32 half = 0; half < 2; ++half) codes[half] = code_offset(first + own % 16, own / 16 + 2 * half);
+    scales = kWeightScales + 2 * (first + own / 4);
+    lane = __shfl_sync(kFullWarp, own, own);  // held in a register, where the compiler would look it up again and again
+    for (u32* place : {codes, codes + 1, &scales, tokens.codes, tokens.codes + 1, &tokens.scale}) {
+      keep_in_register(*place);
+    }
+    for (u32& unit : tokens.target) keep_in_register(unit);
   }
 };
 
@@ -261,8 +263,8 @@ MOK_DEVICE void tc_k16(float (&acc)[2][64], const WeightFragments& weights, u64 
 
 // The rings as one math warp sees them.
 struct MathRings {
-  CodeRing codes;            // next k-block
-  ExpandedRing write, read;  // next to expand, next to multiply
+  CodeRing codes;       // next k-block
+  ExpandedRing tokens;  // next to multiply; the one behind it is expanded meanwhile
 };
 
 // acc = tc(weights of this warpgroup, kRows tokens), from +0 over all k-blocks: acc[chunk] has 64 weight rows and
@@ -284,7 +286,7 @@ struct CodeProduct {
   MOK_DEVICE bool has_tokens() const { return kRows == kTileM || places.row < kRows; }
 
   MOK_DEVICE void load_weights(u32 stage) {
-    codes.load(places.codes, stage, 0);
+    codes.load(places.codes[0], stage);
     scales.load(places.scales, stage);
   }
 
@@ -294,99 +296,93 @@ struct CodeProduct {
     if (group == 0) token_scale = ld_shared_u8(stage + places.tokens.scale);
   }
 
-  MOK_DEVICE void expand_tokens(i32 group) {
-    if (has_tokens()) places.tokens.expand<true>(run, token_scale, rings.write.address(), group);
+  MOK_DEVICE void expand_tokens(u32 tile, i32 group) {
+    if (has_tokens()) places.tokens.expand<true>(run, token_scale, tile, group);
   }
 
   // Tokens are written before wgmma reads them, codes are read before TMA overwrites them.
-  MOK_DEVICE void release(u32 empty, bool hands_back, bool has_next) {
+  MOK_DEVICE void release(u32 empty, bool hands_back, u32 full, bool has_next) {
     fence_proxy_async_shared();
     __syncwarp();
     mbarrier_arrive_if(empty, hands_back && places.lane == 0);
-    mbarrier_arrive_if(rings.write.full(), has_next && places.lane == 0);
-    if (has_next) rings.write.advance();
+    mbarrier_arrive_if(full, has_next && places.lane == 0);
   }
 
   // The first k-block's tokens, and its weights' codes.
   MOK_DEVICE void begin() {
     const u32 stage = rings.codes.codes();
     mbarrier_wait(rings.codes.full(), rings.codes.phase);
-    mbarrier_wait(rings.write.free(), rings.write.phase);
 #pragma unroll
     for (i32 group = 0; group < 2; ++group) {
       load_tokens(stage, group);
-      expand_tokens(group);
+      expand_tokens(rings.tokens.address(), group);
     }
     load_weights(stage);
-    release(0, false, true);
+    release(0, false, rings.tokens.full(), true);
   }
 
-  // This k-block's tokens are expanded, `next`'s codes are there, and the tile for the next tokens is free.
-  MOK_DEVICE void await_operands(const CodeRing& next) const {
+  // This k-block's tokens are expanded and `next`'s codes are there, if it has any.
+  MOK_DEVICE void await_operands(const CodeRing& next, bool has_next) const {
     u32 tries = 0;
     bool done;
 #pragma unroll 1
     do {
-      const bool there = mbarrier_try_wait(rings.read.full(), rings.read.phase);
-      const bool has_room = mbarrier_try_wait(rings.write.free(), rings.write.phase);
-      done = mbarrier_try_wait(next.full(), next.phase) && there && has_room;
+      const bool there = mbarrier_try_wait(rings.tokens.full(), rings.tokens.phase);
+      done = there & (mbarrier_try_wait(next.full(), next.phase) | !has_next);
     } while (!done && ++tries < kMostTries);
     if (!done) __trap();
   }
 
-  MOK_DEVICE void run_block(float (&acc)[2][64], WeightFragments& even, WeightFragments& odd, u32& previous,
-                            bool is_first, bool has_next) {
+  MOK_DEVICE void run_block(float (&acc)[2][64], WeightFragments& even, WeightFragments& odd, bool is_first,
+                            bool has_next) {
     constexpr u64 kStep = kDescriptorStepK16<Major::kK>;
     const u32 stage = rings.codes.codes(), empty = rings.codes.empty();
     CodeRing next = rings.codes;
-    if (has_next) next.advance();  // else the codes of this k-block once more, for nothing
-    await_operands(next);
+    ExpandedRing next_tokens = rings.tokens;
+    next.advance();
+    next_tokens.advance();
+    await_operands(next, has_next);  // without a next k-block whatever is there is expanded, for nothing
     load_tokens(next.codes(), 0);
     WeightFactors factors;
     factors.take<true>(scales, 0);
-    const u64 tokens = matrix_descriptor<Major::kK>(rings.read.address());
+    const u64 tokens = matrix_descriptor<Major::kK>(rings.tokens.address());
     wgmma_wait<1>();  // `even` is free
     codes.hold();
     even.expand<true>(codes, factors, scales, 0, 0);
     tc_k16<kRows>(acc, even, tokens, !is_first);
-    expand_tokens(0);
+    expand_tokens(next_tokens.address(), 0);
     load_tokens(next.codes(), 1);
 
-    wgmma_wait<1>();  // `odd` and the tokens of the k-block before are free
-    mbarrier_arrive_if(previous, !is_first && places.lane == 0);
-    previous = rings.read.free();
+    wgmma_wait<1>();  // `odd` is free
     codes.hold();
     odd.expand<true>(codes, factors, scales, 0, 1);
     tc_k16<kRows>(acc, odd, tokens + kStep, 1);
-    codes.load(places.codes, stage, 1);
-    expand_tokens(1);
+    codes.load(places.codes[1], stage);
+    expand_tokens(next_tokens.address(), 1);
     factors.take<true>(scales, 1);
 
     wgmma_wait<1>();
     codes.hold();
     even.expand<true>(codes, factors, scales, 1, 0);
     tc_k16<kRows>(acc, even, tokens + 2 * kStep, 1);
-    release(empty, true, has_next);
+    release(empty, true, next_tokens.full(), has_next);
 
     wgmma_wait<1>();
     codes.hold();
     odd.expand<true>(codes, factors, scales, 1, 1);
     tc_k16<kRows>(acc, odd, tokens + 3 * kStep, 1);
-    rings.codes.advance();
-    rings.read.advance();
-    load_weights(rings.codes.codes());  // behind the last k-block whatever is there, for nothing
+    rings = {next, next_tokens};
+    load_weights(next.codes());
   }
 
   MOK_DEVICE void run_blocks(float (&acc)[2][64], i32 k_blocks) {
     WeightFragments even, odd;
-    u32 previous = 0;  // barrier of the tokens of the k-block before
     begin();
 #pragma unroll 1
     for (i32 block = 0; block < k_blocks; ++block) {
-      run_block(acc, even, odd, previous, block == 0, block + 1 < k_blocks);
+      run_block(acc, even, odd, block == 0, block + 1 < k_blocks);
     }
     wgmma_wait<0>();
-    mbarrier_arrive_if(previous, places.lane == 0);
   }
 };
 
@@ -396,17 +392,15 @@ MOK_DEVICE void multiply_any_scales(float (&acc)[2][64], MathRings& rings, const
   for (i32 block = 0; block < k_blocks; ++block) {
     const u32 stage = rings.codes.codes();
     mbarrier_wait(rings.codes.full(), rings.codes.phase);
-    mbarrier_wait(rings.write.free(), rings.write.phase);
     const u32 token_scale = ld_shared_u8(stage + places.tokens.scale);
     for (i32 group = 0; group < 2; ++group) {
-      places.tokens.expand<false>(places.tokens.load(stage, group), token_scale, rings.write.address(), group);
+      places.tokens.expand<false>(places.tokens.load(stage, group), token_scale, rings.tokens.address(), group);
     }
     fence_proxy_async_shared();
     __syncwarp();
-    mbarrier_arrive_if(rings.write.full(), places.lane == 0);
-    rings.write.advance();
-    mbarrier_wait(rings.read.full(), rings.read.phase);
-    const u64 tokens = matrix_descriptor<Major::kK>(rings.read.address());
+    mbarrier_arrive_if(rings.tokens.full(), places.lane == 0);
+    mbarrier_wait(rings.tokens.full(), rings.tokens.phase);
+    const u64 tokens = matrix_descriptor<Major::kK>(rings.tokens.address());
     WeightScales scales;
     scales.load(places.scales, stage);
 #pragma unroll
@@ -414,7 +408,7 @@ MOK_DEVICE void multiply_any_scales(float (&acc)[2][64], MathRings& rings, const
       WeightCodes codes;
       WeightFactors factors;
       WeightFragments weights;
-      codes.load(places.codes, stage, group / 2);
+      codes.load(places.codes[group / 2], stage);
       factors.take<false>(scales, group / 2);
       weights.expand<false>(codes, factors, scales, group / 2, group % 2);
       tc_k16<kTileM>(acc, weights, tokens + group * kDescriptorStepK16<Major::kK>, block > 0 || group > 0);
@@ -423,9 +417,8 @@ MOK_DEVICE void multiply_any_scales(float (&acc)[2][64], MathRings& rings, const
     fence_proxy_async_shared();
     __syncwarp();
     mbarrier_arrive_if(rings.codes.empty(), places.lane == 0);
-    mbarrier_arrive_if(rings.read.free(), places.lane == 0);
     rings.codes.advance();
-    rings.read.advance();
+    rings.tokens.advance();
   }
 }
 
@@ -463,7 +456,7 @@ MOK_DEVICE void multiply_code_tile(const Tile& tile, MathRings& rings, const Mat
 // One math warpgroup: products in, bf16 tiles out.
 MOK_DEVICE void multiply_code_tiles(unsigned char* bytes, i32 warpgroup) {
   TileQueue queue(bytes);
-  MathRings rings{{queue.shared, 0, 0}, {queue.shared, 0, 1}, {queue.shared, 0, 0}};
+  MathRings rings{{queue.shared, queue.shared, 0}, {queue.shared, 0, 0}};
   HandOver target{queue.shared, warpgroup, 0};
   const MathPlaces places(threadIdx.x % 128, warpgroup);
   while (true) {

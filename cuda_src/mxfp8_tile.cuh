@@ -46,8 +46,8 @@ MOK_DEVICE i32 ring_rows(const LayerParams& params) { return params.macro_blocks
 MOK_DEVICE u32* rows_are_wide(const LayerParams& params) { return params.counters + 16; }
 
 // The loader's word to the math warps, in a field of the tile that only clusters need.
-MOK_DEVICE void set_plain(Tile& tile, bool is_plain) { tile.shares_weights = is_plain; }
-MOK_DEVICE bool has_plain_scales(const Tile& tile) { return tile.shares_weights != 0; }
+MOK_DEVICE void set_plain(Tile& tile, bool is_plain) { tile.shared = is_plain; }
+MOK_DEVICE bool has_plain_scales(const Tile& tile) { return tile.shared != 0; }
 
 // A wait of the math warps ends after this many tries, far beyond any limit a caller may set (mbarrier_wait): each
 // may suspend the warp.
@@ -63,7 +63,9 @@ constexpr u32 kTokenScaleBytes = 2 * kTileM;
 constexpr u32 kTokenCodes = kWeightCodeBytes;            // offsets in a stage
 constexpr u32 kWeightScales = kTokenCodes + kTokenCodeBytes;
 constexpr u32 kTokenScales = kWeightScales + kWeightScaleBytes;
-constexpr u32 kCodeStageBytes = (kTokenScales + kTokenScaleBytes + 1023) / 1024 * 1024;
+constexpr u32 kCodesFull = kTokenScales + kTokenScaleBytes;  // barriers, in what is left of a stage
+constexpr u32 kCodesEmpty = kCodesFull + 8;
+constexpr u32 kCodeStageBytes = (kCodesEmpty + 8 + 1023) / 1024 * 1024;
 
 constexpr i32 kExpandedTiles = 3;
 constexpr u32 kExpandedBytes = kTileM * kTileK * 2;      // one k-block of tokens in bf16, 128-byte swizzled
@@ -75,11 +77,8 @@ constexpr u32 kExpandedOffset = kCodeStages * kCodeStageBytes;
 constexpr u32 kHandOverOffset = kExpandedOffset + kExpandedTiles * kExpandedBytes;
 static_assert(kHandOverOffset + 2 * kHandOverBytes <= kTileSlotOffset, "tile slots and their barriers come last");
 
-constexpr u32 kCodesFull = kForwardSharedBytes;          // barriers, behind those of tile.cuh
-constexpr u32 kCodesEmpty = kCodesFull + 8 * kCodeStages;
-constexpr u32 kExpandedFull = kCodesEmpty + 8 * kCodeStages;
-constexpr u32 kExpandedFree = kExpandedFull + 8 * kExpandedTiles;
-constexpr u32 kHandOverFull = kExpandedFree + 8 * kExpandedTiles;
+constexpr u32 kExpandedFull = kForwardSharedBytes;       // barriers, behind those of tile.cuh
+constexpr u32 kHandOverFull = kExpandedFull + 8 * kExpandedTiles;
 constexpr u32 kHandOverFree = kHandOverFull + 8 * 2;
 constexpr u32 kMxfp8SharedBytes = kHandOverFree + 8 * 2;
 static_assert(kMxfp8SharedBytes <= 232448, "a CTA has 227 KB of shared memory");
@@ -87,12 +86,11 @@ static_assert(kMxfp8SharedBytes <= 232448, "a CTA has 227 KB of shared memory");
 // Executed by one thread before the CTA synchronises, after init_barriers.
 MOK_DEVICE void init_code_barriers(u32 shared) {
   for (i32 stage = 0; stage < kCodeStages; ++stage) {
-    mbarrier_init(shared + kCodesFull + 8 * stage, 1);
-    mbarrier_init(shared + kCodesEmpty + 8 * stage, kMathWarps);
+    mbarrier_init(shared + kCodesFull + stage * kCodeStageBytes, 1);
+    mbarrier_init(shared + kCodesEmpty + stage * kCodeStageBytes, kMathWarps);
   }
   for (i32 tile = 0; tile < kExpandedTiles; ++tile) {
     mbarrier_init(shared + kExpandedFull + 8 * tile, kMathWarps);
-    mbarrier_init(shared + kExpandedFree + 8 * tile, kMathWarps);
   }
   for (i32 warpgroup = 0; warpgroup < 2; ++warpgroup) {
     mbarrier_init(shared + kHandOverFull + 8 * warpgroup, 4);
@@ -106,28 +104,31 @@ MOK_DEVICE void init_code_barriers(u32 shared) {
 // The ring of k-blocks of codes. `phase` starts at 1 for the producer (every stage is free) and 0 for readers.
 struct CodeRing {
   u32 shared;
-  u32 stage;
+  u32 stage;  // address
   u32 phase;
 
-  MOK_DEVICE u32 full() const { return shared + kCodesFull + 8 * stage; }
-  MOK_DEVICE u32 empty() const { return shared + kCodesEmpty + 8 * stage; }
-  MOK_DEVICE u32 codes() const { return shared + stage * kCodeStageBytes; }
+  MOK_DEVICE u32 full() const { return stage + kCodesFull; }
+  MOK_DEVICE u32 empty() const { return stage + kCodesEmpty; }
+  MOK_DEVICE u32 codes() const { return stage; }
   MOK_DEVICE void advance() {
-    if (++stage == kCodeStages) {
-      stage = 0;
+    stage += kCodeStageBytes;
+    if (stage == shared + kCodeStages * kCodeStageBytes) {
+      stage = shared;
       phase ^= 1;
     }
   }
 };
 
-// The ring of expanded tokens; `phase` starts at 1 for writers and 0 for readers.
+// The ring of expanded tokens. Nobody waits for a tile to be free: a warpgroup says that its part of k-block b is
+// expanded when its products up to k-block b - 2 are through, and both have said so before one of them expands k-block
+// b + 1, into the tile of b - 2.
+static_assert(kExpandedTiles == 3, "two k-blocks multiply while a third is expanded");
 struct ExpandedRing {
   u32 shared;
   u32 tile;
   u32 phase;
 
   MOK_DEVICE u32 full() const { return shared + kExpandedFull + 8 * tile; }
-  MOK_DEVICE u32 free() const { return shared + kExpandedFree + 8 * tile; }
   MOK_DEVICE u32 address() const { return shared + kExpandedOffset + tile * kExpandedBytes; }
   MOK_DEVICE void advance() {
     if (++tile == kExpandedTiles) {

@@ -79,6 +79,7 @@ enum Phase : u32 {
   kPhaseDgradReady = 12,        // backward: dx or wgrad waits for d_gate, d_up
   kPhaseBackwardRing = 13,      // backward: a pull waits for its ring slot
   kPhaseGradTile = 14,          // backward: wgrad waits for rows
+  kPhaseTokenReady = 15,        // a sum waits for a complete token
 };
 
 // What a wait is for, so that an expired one can say it (check.cuh).
@@ -162,6 +163,7 @@ struct LayerParams {
   u16* combine;                    // [max_tokens * K, H]
   i32* topk_ids;                   // [max_tokens, K]
   float* topk_weights;             // [max_tokens, K]
+  i32 combines;                    // 1: the forward kernel makes y (combine_inside.cuh), 0: the kernel behind it
 };
 
 // What backward needs beside LayerParams.

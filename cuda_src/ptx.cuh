@@ -22,8 +22,23 @@ MOK_DEVICE u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// threadIdx.x % 32, read anew: no register holds it through what comes before.
+MOK_DEVICE i32 lane_id() {
+  u32 lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // No instruction: from here on `value` is what a register holds, not something that could be computed again.
 MOK_DEVICE void keep_in_register(u32& value) { asm volatile("" : "+r"(value)); }
+
+// True in one lane of a warp, all of whose lanes call it. The compiler then knows that one thread alone goes on: around
+// copies and other instructions with uniform operands it needs no loop over the lanes, as it does for `lane == 0`.
+MOK_DEVICE bool elect_one() {
+  u32 chosen;
+  asm volatile("{.reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+  return chosen != 0;
+}
 
 MOK_DEVICE u32 cluster_ctarank() {
   u32 rank;

@@ -82,18 +82,21 @@ extern __shared__ i32 expert_words[];  // count: [L]; fill: [warps + 3][L]
 
 extern "C" __global__ void __launch_bounds__(1024, 1) schedule_count(const __grid_constant__ LayerParams params) {
   __shared__ i32 own_offset[2];
+  follow_previous_kernel();
   if (params.ep_size == 1) stage_in_place(params);
   schedule_count_body(params, own_offset, expert_words);
 }
 
 // As many threads as the CTAs of the other two have: they make the blocks.
 extern "C" __global__ void schedule_turns(const __grid_constant__ LayerParams params) {
+  follow_previous_kernel();
   schedule_turns_body(params, walk_grid(params));
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1) schedule_fill(const __grid_constant__ LayerParams params) {
   __shared__ i32 own_offset[2];
   __shared__ BlockSums scratch[1024];
+  follow_previous_kernel();
   schedule_fill_body(params, own_offset, expert_words, scratch);
 }
 
@@ -105,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) schedule_fill(const __grid
 template <i32 kVector>
 MOK_DEVICE void combine_forward_grid(const LayerParams& params) {
   const i32 column = static_cast<i32>(blockIdx.y * blockDim.x + threadIdx.x) * kVector;
+  follow_previous_kernel();
   if (column < params.hidden_size) combine_forward<kVector>(params, blockIdx.x, column);
 }
 
@@ -195,7 +199,7 @@ extern "C" __global__ void params_layout(u64* words) {
   words[2] = sizeof(ErrorRecord);
   words[3] = field_offset(&ErrorRecord::reserved);
   words[4] = sizeof(LayerParams);
-  words[5] = field_offset(&LayerParams::topk_weights);
+  words[5] = field_offset(&LayerParams::combines);
   words[6] = sizeof(BackwardParams);
   words[7] = field_offset(&BackwardParams::router_dx);
   words[8] = sizeof(BarrierParams);

@@ -69,20 +69,23 @@ MOK_DEVICE uint4 swiglu_forward_unit(const uint4& gate, const uint4& up, const S
 MOK_DEVICE void swiglu_forward(const StagingBuffer& staging, const HiddenTarget& target,
                                const SwigluClamp& clamp, i32 half, i32 first_row, i32 lane) {
   const i32 unit = lane % 8, column = half * kChunkColumns + 8 * unit;
-  if (column >= target.columns) return;
+  const i32 row_in_group = first_row + lane / 8, row = 64 * staging.warpgroup + row_in_group;
+  const i32 steps = column < target.columns ? min(kEpilogueRows / 4, ceil_div(target.rows - row, 4)) : 0;
+  u32 address = staging.unit(0, row_in_group, unit);
+  i64 offset = static_cast<i64>(row) * target.width + column;
+  uint4 next_gate = ld_shared_v4(address), next_up = ld_shared_v4(address + kChunkBytes);
 #pragma unroll 1
-  for (i32 i = 0; i < kEpilogueRows / 4; ++i) {
-    const i32 row_in_group = first_row + 4 * i + lane / 8;
-    const i32 row = 64 * staging.warpgroup + row_in_group;
-    if (row >= target.rows) break;
-    const uint4 gate = ld_shared_v4(staging.unit(0, row_in_group, unit));
-    const uint4 up = ld_shared_v4(staging.unit(1, row_in_group, unit));
-    const i64 offset = static_cast<i64>(row) * target.width + column;
+  for (i32 i = 0; i < steps; ++i) {
+    const uint4 gate = next_gate, up = next_up;
+    if (i + 1 < steps) address = (address ^ 64) + 4 * 128;  // four rows on, where the swizzle has put this unit
+    next_gate = ld_shared_v4(address);
+    next_up = ld_shared_v4(address + kChunkBytes);
     st_global_v4(target.h + offset, swiglu_forward_unit(gate, up, clamp));
     if (target.gate != nullptr) {
       st_global_v4(target.gate + offset, gate);
       st_global_v4(target.up + offset, up);
     }
+    offset += 4 * target.width;
   }
 }
 

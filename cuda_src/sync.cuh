@@ -51,6 +51,41 @@ MOK_DEVICE u32 draw_ticket(u32* ticket) {
   return number;
 }
 
+// A kernel that is launched early (mok_ref/gpu/launch.py: Launch) runs up to this line beside the one before it on its
+// stream; from here on that one is complete and its writes are visible. It comes before every access to memory.
+MOK_DEVICE void wait_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may take its place as soon as there is room for it; it waits as above for this one's end.
+MOK_DEVICE void let_next_kernel_in() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// First line of a kernel that is launched early.
+MOK_DEVICE void follow_previous_kernel() {
+  let_next_kernel_in();
+  wait_previous_kernel();
+}
+
+// Adds to a counter that others add to: what they wrote before their adds is visible after this one, and what this
+// thread wrote before it to whoever acquires the counter later. Returns the value before.
+MOK_DEVICE u32 atom_acq_rel_gpu(u32* word, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+
+MOK_DEVICE void st_release_gpu(u32* word, u32 value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+MOK_DEVICE void sleep_ns(u32 duration) { asm volatile("nanosleep.u32 %0;" ::"r"(duration)); }
+
 MOK_DEVICE u64 global_timer_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");

@@ -7,11 +7,11 @@
 //
 // NumPy twin     mok_ref/schedule.py: walk, forward_task_order
 // Order          shared gate/up, shared down; then for walk position q: gate/up(q), down(q - 1), or the other
-//                way round where gate/up(q) needs the ring slot of q - 1. Inside a minibatch column-major over
-//                its row blocks: neighbours in time share a weight tile, and the minibatch's rows stay in L2.
-//                Every tile depends on smaller tickets only, so any subset of CTAs makes progress.
-// A cluster of two draws one ticket for two row blocks of the same column; if they belong to one expert each
-// CTA loads half of the weight tile and multicasts it into both shared memories.
+//                way round where gate/up(q) needs the ring slot of q - 1. Inside a minibatch expert by expert, each
+//                column by column. Every tile depends on smaller tickets only, so any subset of CTAs makes progress.
+// A cluster of two draws one ticket for two tiles that share an operand: two row blocks of an expert and one column of
+// its weights, or the expert's odd row block and two columns. Each CTA loads half of what is shared and multicasts it
+// into both shared memories.
 #pragma once
 #include "check.cuh"
 #include "numerics.cuh"
@@ -27,6 +27,7 @@ constexpr i32 kTileK = 64;         // k-block: 128 bytes of bf16, one swizzle sp
 constexpr i32 kHiddenTile = 128;   // columns of h that a gate/up tile makes
 constexpr i32 kStages = 4;
 constexpr i32 kTileSlots = 4;
+constexpr i32 kMailSlots = 8;      // tickets on their way to a partner
 constexpr i32 kMathWarps = 8;      // two warpgroups, 64 rows of the tile each
 constexpr i32 kEpilogueWarps = 2;
 constexpr i32 kEpilogueRows = 64 / kEpilogueWarps;  // of either math warpgroup, per epilogue warp
@@ -52,6 +53,7 @@ MOK_DEVICE i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; }
 struct ForwardCounters {
   u32* tile_ticket;
   u32* pull_ticket;
+  u32* first_pull_ticket;    // of the row blocks that all warps pull at the start
   u32* rows_ready;           // [max_row_blocks] rows pulled                     dispatch -> gate/up
   u32* hidden_ready;         // [max_row_blocks] gate/up tiles done              gate/up -> down
   u32* rows_done;            // [max_row_blocks] down tiles done, by minibatch   down -> dispatch (ring slot)
@@ -63,7 +65,8 @@ MOK_DEVICE ForwardCounters forward_counters(const LayerParams& params) {
   constexpr i32 kTicketStride = 32;  // one 128-byte line each
   u32* tables = params.counters + 2 * kTicketStride;
   const i64 blocks = params.max_row_blocks;
-  return ForwardCounters{params.counters, params.counters + kTicketStride, tables, tables + blocks,
+  u32* const pulls = params.counters + kTicketStride;
+  return ForwardCounters{params.counters, pulls, pulls + kTicketStride / 2, tables, tables + blocks,
                          tables + 2 * blocks, tables + 3 * blocks};
 }
 
@@ -104,6 +107,13 @@ struct MinibatchWalk {
   // The ring slot of a minibatch was used before, if at all, by the one a macrobatch later.
   MOK_DEVICE i32 previous_user(i32 mini) const { return mini + minis_per_macro; }
 
+  // What rows_done counts of a minibatch: every epilogue warp of its down tiles.
+  MOK_DEVICE u32 down_signals(i32 mini, i32 hidden_size) const {
+    return blocks_in(mini) * ceil_div(hidden_size, kTileN) * kEpilogueWarps;
+  }
+
+  MOK_DEVICE bool ring_is_reused() const { return num_minis > minis_per_macro; }
+
   // Whether walk position q reuses the ring slot of position q - 1.
   MOK_DEVICE bool reuses_slot_of_previous(i32 q) const {
     return q >= 1 && q < num_minis && (minis_per_macro == 1 || (q == 1 && head == 1));
@@ -112,20 +122,28 @@ struct MinibatchWalk {
 
 // ---------------------------------------------------------------- tiles
 
+// What both CTAs of a cluster multiply.
+enum SharedOperand : i32 { kSharesNothing, kSharesWeights, kSharesRows };
+
 enum TileKind : i32 { kSharedGateUp, kSharedDown, kGateUp, kDown, kStop };
 
 struct alignas(16) Tile {
   i32 kind;
   i32 row_block;       // global row block, or block of 128 local tokens for the shared expert
   i32 column;          // column tile of the product
-  i32 valid_rows;      // 0: nothing to do for this CTA, its cluster partner has the last row block
+  i32 valid_rows;      // 0: nothing to do for this CTA, its cluster partner has the last row block or column
   i32 expert;
   i32 first_row;       // row of operand A: ring row, or token
   i32 k_blocks;
-  i32 shares_weights;  // both CTAs of the cluster use the same weight tile
+  i32 shared;          // SharedOperand
 };
 
 constexpr u32 kNoTicket = ~0u;
+
+// Neighbouring row blocks whose tiles follow each other: a minibatch, whose borders give way to those of experts.
+struct RowBlockRange {
+  i32 begin, end;
+};
 
 // Turns ascending tickets into tiles; executed by the loader lane alone.
 struct TileWalk {
@@ -133,6 +151,7 @@ struct TileWalk {
   MinibatchWalk minis;
   i32 cluster_rank;
   i32 step;             // walk position of gate/up; down trails by one
+  RowBlockRange gate_up_range, down_range;
   bool down_first;
   u32 begin;            // first ticket of `step`
   u32 first_units, step_units;
@@ -144,6 +163,7 @@ struct TileWalk {
     const i32 groups = width > 0 ? ceil_div(ceil_div(params.num_tokens, kTileM), kClusterSize) : 0;
     shared_gate_up_units = groups * ceil_div(width, kHiddenTile);
     shared_units = shared_gate_up_units + groups * ceil_div(params.hidden_size, kTileN);
+    gate_up_range = RowBlockRange{0, 0};
     enter(0, shared_units);
   }
 
@@ -156,8 +176,11 @@ struct TileWalk {
     }
     const u32 unit = ticket - begin;
     const bool first = unit < first_units;
-    if (first != down_first) return routed_tile(kGateUp, minis.at(step), first ? unit : unit - first_units);
-    return routed_tile(kDown, minis.at(step - 1), first ? unit : unit - first_units);
+    const bool gate_up = first != down_first;
+    const TileKind kind = gate_up ? kGateUp : kDown;
+    const RowBlockRange range = gate_up ? gate_up_range : down_range;
+    const i32 unit_of_kind = first ? unit : unit - first_units;
+    return kClusterSize == 1 ? routed_tile(kind, range, unit_of_kind) : paired_tile(kind, range, unit_of_kind);
   }
 
  private:
@@ -165,30 +188,84 @@ struct TileWalk {
     step = new_step;
     begin = first_ticket;
     down_first = minis.reuses_slot_of_previous(step);
-    const u32 gate_up = units(step, ceil_div(params.intermediate_size, kHiddenTile));
-    const u32 down = units(step - 1, ceil_div(params.hidden_size, kTileN));
+    down_range = gate_up_range;
+    gate_up_range = range_of(step);
+    const u32 gate_up = units(gate_up_range, columns(kGateUp));
+    const u32 down = units(down_range, columns(kDown));
     first_units = down_first ? down : gate_up;
     step_units = gate_up + down;
   }
 
-  MOK_DEVICE u32 units(i32 q, i32 columns) const {
-    if (q < 0 || q >= minis.num_minis) return 0;
-    return ceil_div(minis.blocks_in(minis.at(q)), kClusterSize) * columns;
+  MOK_DEVICE i32 columns(TileKind kind) const {
+    return kind == kGateUp ? ceil_div(params.intermediate_size, kHiddenTile) : ceil_div(params.hidden_size, kTileN);
   }
 
-  MOK_DEVICE Tile routed_tile(TileKind kind, i32 mini, i32 unit) const {
-    const i32 blocks = minis.blocks_in(mini), groups = ceil_div(blocks, kClusterSize);
-    const i32 column = unit / groups, first = mini * minis.mini_blocks;
-    const i32 pair = first + (unit - column * groups) * kClusterSize;
-    const bool whole = pair + kClusterSize <= first + blocks;
-    const bool present = whole || cluster_rank == 0;
-    const i32 block = present ? pair + cluster_rank : pair;
-    const i32 expert = params.row_block_expert[block];
-    const bool shares = kClusterSize == 2 && whole &&
-                        params.row_block_expert[pair] == params.row_block_expert[pair + kClusterSize - 1];
+  MOK_DEVICE RowBlockRange range_of(i32 q) const {
+    if (q >= minis.num_minis) return RowBlockRange{0, 0};
+    if (!minis.ring_is_reused()) return RowBlockRange{q == 0 ? 0 : gate_up_range.end, border(q + 1)};
+    const i32 begin = minis.at(q) * minis.mini_blocks;
+    return RowBlockRange{begin, begin + minis.blocks_in(minis.at(q))};
+  }
+
+  // Where minibatch q begins: at a border of experts if there is one nearby, else their weights are read twice.
+  MOK_DEVICE i32 border(i32 q) const {
+    const i32 exact = q * minis.mini_blocks;
+    if (exact >= minis.num_row_blocks) return minis.num_row_blocks;
+    const i32 expert = params.row_block_expert[exact];
+    const i32 before = params.expert_offset[expert] / kTileM, behind = params.expert_offset[expert + 1] / kTileM;
+    const i32 nearest = exact - before < behind - exact ? before : behind;
+    return abs(nearest - exact) < ceil_div(minis.mini_blocks, 2) ? nearest : exact;
+  }
+
+  // A cluster's unit is two tiles, and a row block has an even number of columns, the last one perhaps empty.
+  MOK_DEVICE u32 units(RowBlockRange range, i32 columns) const {
+    return (range.end - range.begin) * ceil_div(columns, kClusterSize);
+  }
+
+  // The row blocks of one expert in a range, and which of their tiles (or pairs) is meant.
+  struct ExpertPart {
+    i32 expert, offset;  // of the expert's first row
+    i32 first, blocks;
+    i32 unit;
+  };
+
+  // Expert by expert: an expert's tiles are under way at the same time, and each of its rows and weights comes from
+  // memory once.
+  MOK_DEVICE ExpertPart expert_part(RowBlockRange range, i32 column_units, i32 unit) const {
+    const i32 expert = params.row_block_expert[range.begin + unit / column_units];
+    const i32 offset = params.expert_offset[expert];
+    const i32 first = max(range.begin, offset / kTileM);
+    const i32 last = min(range.end, params.expert_offset[expert + 1] / kTileM);
+    return ExpertPart{expert, offset, first, last - first, unit - (first - range.begin) * column_units};
+  }
+
+  MOK_DEVICE Tile routed_tile(TileKind kind, RowBlockRange range, i32 unit) const {
+    const ExpertPart part = expert_part(range, columns(kind), unit);
+    const i32 column = part.unit / part.blocks, block = part.first + part.unit - column * part.blocks;
+    return tile_of(kind, block, column, part, kSharesNothing);
+  }
+
+  // The expert's row blocks two by two, then its odd one; column pair by column pair.
+  MOK_DEVICE Tile paired_tile(TileKind kind, RowBlockRange range, i32 unit) const {
+    const i32 all_columns = columns(kind);
+    const ExpertPart part = expert_part(range, ceil_div(all_columns, 2), unit);
+    const i32 column_pair = part.unit / part.blocks, place = part.unit - column_pair * part.blocks;
+    const i32 pairs = part.blocks / 2;
+    const bool odd = place == 2 * pairs;
+    const i32 second = !odd && place >= pairs;  // of the two columns
+    const i32 block = part.first + (odd ? part.blocks - 1 : 2 * (place - second * pairs) + cluster_rank);
+    const i32 column = 2 * column_pair + (odd ? cluster_rank : second);
+    const bool whole = 2 * column_pair + 1 < all_columns;
+    Tile tile = tile_of(kind, block, column, part, odd ? (whole ? kSharesRows : kSharesNothing) : kSharesWeights);
+    if (column >= all_columns) tile.valid_rows = 0;
+    return tile;
+  }
+
+  MOK_DEVICE Tile tile_of(TileKind kind, i32 block, i32 column, const ExpertPart& part, SharedOperand shared) const {
     const i32 depth = kind == kGateUp ? params.hidden_size : params.intermediate_size;
-    return Tile{kind, block, column, present ? params.row_block_valid[block] : 0, expert,
-                minis.ring_row(block), ceil_div(depth, kTileK), shares};
+    const i32 rows_left = params.expert_count[part.expert] - (block * kTileM - part.offset);
+    return Tile{kind, block, column, min(rows_left, kTileM), part.expert, minis.ring_row(block),
+                ceil_div(depth, kTileK), shared};
   }
 
   MOK_DEVICE Tile shared_tile(u32 ticket) const {
@@ -207,7 +284,7 @@ struct TileWalk {
                 0,
                 block * kTileM,
                 ceil_div(depth, kTileK),
-                kClusterSize == 2 && whole};
+                kClusterSize == 2 && whole ? kSharesWeights : kSharesNothing};
   }
 };
 
@@ -224,8 +301,8 @@ constexpr u32 kTileDone = kTileFull + 8 * kTileSlots;
 constexpr u32 kStagingFull = kTileDone + 8 * kTileSlots;
 constexpr u32 kStagingFree = kStagingFull + 8 * 2;
 constexpr u32 kMailFull = kStagingFree + 8 * 2;
-constexpr u32 kMail = kMailFull + 8 * kTileSlots;
-constexpr u32 kForwardSharedBytes = kMail + 8 * kTileSlots;
+constexpr u32 kMail = kMailFull + 8 * kMailSlots;
+constexpr u32 kForwardSharedBytes = kMail + 8 * kMailSlots;
 static_assert(sizeof(Tile) == 32, "a tile slot has 32 bytes");
 static_assert(kForwardSharedBytes <= 232448, "a CTA has 227 KB of shared memory");
 
@@ -238,8 +315,8 @@ MOK_DEVICE void init_barriers(u32 shared) {
   for (i32 slot = 0; slot < kTileSlots; ++slot) {
     mbarrier_init(shared + kTileFull + 8 * slot, 1);
     mbarrier_init(shared + kTileDone + 8 * slot, kMathWarps + kEpilogueWarps);
-    mbarrier_init(shared + kMailFull + 8 * slot, 1);
   }
+  for (i32 slot = 0; slot < kMailSlots; ++slot) mbarrier_init(shared + kMailFull + 8 * slot, 1);
   for (i32 warpgroup = 0; warpgroup < 2; ++warpgroup) {
     mbarrier_init(shared + kStagingFull + 8 * warpgroup, 4);
     mbarrier_init(shared + kStagingFree + 8 * warpgroup, kEpilogueWarps);
@@ -295,8 +372,8 @@ struct TileQueue {
 };
 
 // Tickets of a CTA or cluster. The leader draws; in a cluster it mails each number to its partner, whose barrier
-// counts the eight bytes. Fewer than kTileSlots letters are on their way: the leader draws for a tile while it loads
-// the one before, and that needs stages which the partner's math warps have handed back.
+// counts the eight bytes. At most kTileSlots + 1 letters are on their way: the leader posts a tile's number when it has
+// loaded the tile before last, and that needs stages which the partner's math warps have handed back.
 // After a time-out anywhere on this rank the leader draws no more: every tile of the kernel ends, then the kernel.
 struct TicketMail {
   u32* ticket;
@@ -310,7 +387,7 @@ struct TicketMail {
   MOK_DEVICE TicketMail(u32* counter, const u32* abort, u32 shared_bytes, i32 rank_in_cluster)
       : ticket(counter), abort_flag(abort), shared(shared_bytes), cluster_rank(rank_in_cluster) {
     if (kClusterSize > 1 && cluster_rank != 0) {
-      for (i32 slot = 0; slot < kTileSlots; ++slot) expect(slot);
+      for (i32 slot = 0; slot < kMailSlots; ++slot) expect(slot);
     }
     draw();
   }
@@ -325,8 +402,8 @@ struct TicketMail {
   MOK_DEVICE u32 next() {
     if (stopped) drawn = kNoTicket;
     if constexpr (kClusterSize == 1) return drawn;
-    const u32 slot = number % kTileSlots;
-    const u32 parity = number / kTileSlots & 1;
+    const u32 slot = number % kMailSlots;
+    const u32 parity = number / kMailSlots & 1;
     ++number;
     const u32 letter = shared + kMail + 8 * slot, barrier = shared + kMailFull + 8 * slot;
     if (cluster_rank == 0) {

@@ -33,6 +33,8 @@ enum TraceKind : i32 {
   kTraceWaitStore = 13,     // math: the tile before has not left yet
   kTraceWaitTile = 14,      // store: nothing to store yet
   kTraceWaitRing = 15,      // pull: no piece yet, or its ring slot is still in use
+  kTraceCombine = 16,       // a part of a token summed
+  kTraceWaitToken = 17,     // no token is complete
 };
 
 #if MOK_TRACE

@@ -101,9 +101,9 @@ _FUNCTIONS: dict[int, HostFunction] = {}
 
 def _launch_kernel(function: int, *shape_and_arguments: int) -> None:
     """cuLaunchKernel: grid, block, shared memory, stream, address of the arguments' addresses."""
-    width, height, _, threads, _, _, _, _, arguments, _ = shape_and_arguments
+    width, height, _, threads, _, _, smem_bytes, _, arguments, _ = shape_and_arguments
     with LAUNCH:
-        _FUNCTIONS[function].run((width, height), threads, arguments)
+        _FUNCTIONS[function].run((width, height), threads, arguments, smem_bytes)
 
 
 class HostFunction:
@@ -121,7 +121,8 @@ class HostFunction:
         with LAUNCH:
             self._kernels.launch(self._name, grid, int(np.prod(block)), plain)
 
-    def run(self, grid: tuple[int, int], threads: int, arguments: int) -> None:
+    def run(self, grid: tuple[int, int], threads: int, arguments: int, smem_bytes: int) -> None:
+        self._kernels.limit_shared(smem_bytes)
         self._kernels.launch_at(self._name, grid, threads, arguments)
 
 

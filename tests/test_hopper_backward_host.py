@@ -20,11 +20,14 @@ def header(name: str) -> str:
     return (compiler.cuda_source_dir() / name).read_text(encoding="utf-8")
 
 
-def compiles(body: str) -> None:
+def compiles(body: str, cluster_size: int = 1) -> None:
     """Compile a few lines behind the kernels' headers; a failing static_assert raises."""
     core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     options = core.ProgramOptions(
-        arch="sm_90a", std="c++17", include_path=[str(compiler.cuda_source_dir())]
+        arch="sm_90a",
+        std="c++17",
+        include_path=[str(compiler.cuda_source_dir())],
+        define_macro=[("MOK_CLUSTER_SIZE", str(cluster_size))],
     )
     includes = '#include "backward_schedule.cuh"\n'
     core.Program(f"{includes}namespace mok {{ {body} }}", "c++", options).compile("cubin")
@@ -65,17 +68,26 @@ def test_fields_are_in_the_order_of_the_kernels_structs(struct: str) -> None:
 
 def test_shared_memory_and_threads_are_what_the_kernels_were_compiled_for() -> None:
     compiles(f"static_assert(kSharedBytes == {hopper_backward.SHARED_BYTES});")
+    cluster = hopper_backward.CLUSTER_SHARED_BYTES
+    compiles(f"static_assert(kSharedBytes == {cluster});", hopper_backward.CLUSTER_SIZE)
     compiles(f"static_assert(kThreads == {hopper_backward.THREADS});")
     compiles(f"static_assert(kBlockGroup == {hopper_backward.BLOCK_GROUP});")
 
 
 @pytest.mark.slow
-def test_no_kernel_spills(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "source, wgrad",
+    [
+        (hopper_backward.SOURCE, hopper_backward.WGRAD_PAIRS),
+        (hopper_backward.CLUSTER_SOURCE, hopper_backward.WGRAD),
+    ],
+)
+def test_no_kernel_spills(source: str, wgrad: str, tmp_path, monkeypatch) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     monkeypatch.setenv("MOK_REF_CACHE", str(tmp_path))
-    path = compiler.compile_cubin(hopper_backward.SOURCE)
+    path = compiler.compile_cubin(source)
     usage = {kernel.name: kernel for kernel in compiler.resource_usage(path)}
-    assert {hopper_backward.WGRAD, hopper_backward.WGRAD_PAIRS, "moe_dgrad_hopper"} < set(usage)
+    assert {wgrad, "moe_dgrad_hopper", "moe_dgrad_clamp_hopper"} <= set(usage)
     for kernel in usage.values():
         assert kernel.spill_store_bytes == kernel.spill_load_bytes == 0
     assert all(kernel.registers * hopper_backward.THREADS <= 65536 for kernel in usage.values())
@@ -127,20 +139,20 @@ def test_a_step_keeps_every_cta_at_work(hidden: int, inner: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens, experts, in_bf16, in_pairs",
+    "tokens, experts, in_bf16, in_turns",
     [
         (8192, 128, True, True),  # 512 rows per expert
-        (8192, 16, True, False),  # 4096
-        (8192, 16, False, True),
+        (32768, 128, True, False),  # 2048
+        (32768, 128, False, True),
         (4096, 4, False, False),  # 8192
     ],
 )
-def test_experts_with_few_rows_are_made_in_pairs(
-    tokens: int, experts: int, in_bf16: bool, in_pairs: bool
+def test_warpgroups_take_turns_where_experts_have_few_rows(
+    tokens: int, experts: int, in_bf16: bool, in_turns: bool
 ) -> None:
     layer = new_params(LAYER_PARAMS, num_tokens=tokens, num_experts=experts, top_k=8, ep_size=1)
     name = hopper_backward._wgrad_name(layer, {"dw_is_bf16": in_bf16})
-    assert name == (hopper_backward.WGRAD_PAIRS if in_pairs else hopper_backward.WGRAD)
+    assert name == (hopper_backward.WGRAD_PAIRS if in_turns else hopper_backward.WGRAD)
 
 
 def test_launches_cover_the_worst_routing() -> None:

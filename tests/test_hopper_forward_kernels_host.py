@@ -34,6 +34,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "ring-of-one": (SIZES | dict(macrobatch=128, minibatch=128), (300,)),
     "ring-of-two": (LONG | dict(macrobatch=256, minibatch=128), (200,)),
     "shared-and-clamp": (SIZES | dict(shared_intermediate_size=24, swiglu_limit=0.5), (70,)),
+    "one-slot": (SIZES | dict(top_k=1), (45,)),  # and tokens without any
+    "ten-slots": (SIZES | dict(num_experts=12, top_k=10), (20,)),
+    "one-token": (LONG, (1,)),
     "three-ranks": (SIZES | dict(num_experts=6), (16, 0, 29)),
 }
 
@@ -61,6 +64,7 @@ def device() -> Iterator[None]:
         ]
         patches += [
             mock.patch.object(hopper, "ForwardKernel", partial(hopper.ForwardKernel, num_ctas=1)),
+            mock.patch.object(hopper, "COMBINE_FROM_TOKENS", 0),
             mock.patch.object(hopper_backward, "_num_multiprocessors", lambda: 1),
             mock.patch.object(hopper_backward, "_wgrad_name", lambda *blocks: "moe_wgrad_hopper"),
             mock.patch.object(gpu_layer, "_hopper_refusal", lambda config: ""),
@@ -72,29 +76,32 @@ def device() -> Iterator[None]:
             patch.stop()
 
 
-def outputs(config: MoEConfig, inputs: Any) -> list[np.ndarray]:
+def outputs(config: MoEConfig, inputs: Any, cluster_size: int) -> list[np.ndarray]:
     """y of every rank."""
 
     def work(heap: Any) -> np.ndarray:
         workspace = DeviceWorkspace(config, heap, max(inputs.counts))
         assert gpu_layer.forward_path(workspace) is hopper
+        workspace.cluster_size = cluster_size
         workspace.poison()
         arguments = layers.rank_arguments(config, inputs, heap.rank)
-        y, _ = gpu_layer.forward(config, heap, *arguments, workspace, "all")
+        y, context = gpu_layer.forward(config, heap, *arguments, workspace, "all")
+        assert int(context.params["combines"]) == (config.ep_size == 1)
         return layers.as_host(y)
 
     return run_virtual_cuda_ranks(len(inputs.counts), work, timeout_s=300)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("cluster_size", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_forward_in_any_order(name: str, seed: int, device: None) -> None:
+def test_forward_in_any_order(name: str, cluster_size: int, seed: int, device: None) -> None:
     arguments, counts = CASES[name]
     config = MoEConfig(**arguments, ep_size=len(counts))
     inputs = layers.make_inputs(config, counts)
-    kernels(hopper.SOURCE, ()).seed(100 * seed + len(name))
+    kernels(hopper.SOURCE, hopper.cluster_macros(cluster_size)).seed(100 * seed + len(name))
     expected = layers.reference(config, inputs)
-    for actual, rank in zip(outputs(config, inputs), expected, strict=True):
+    for actual, rank in zip(outputs(config, inputs, cluster_size), expected, strict=True):
         assert_bitwise_equal(actual, rank["y"], name)
 
 

@@ -68,6 +68,8 @@ def test_workspace_has_room_for_the_counters(tokens, experts, top_k, ranks, widt
     config = MoEConfig(64, width, experts * ranks, top_k, ranks)
     sizes = derive_sizes(config, 0, tokens)
     needed = hopper.num_forward_counters(sizes.max_row_blocks, sizes.max_tokens)
+    if hopper.combines(config, tokens):
+        needed += hopper.num_combine_counters(sizes.max_row_blocks, sizes.max_tokens)
     assert needed <= sizes.num_counters
     assert sizes.macro_blocks % sizes.mini_blocks == 0
 

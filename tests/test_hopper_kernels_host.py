@@ -26,6 +26,7 @@ from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
 
 pytestmark = pytest.mark.slow
 MODULES = (hopper_backward, hopper_mxfp8_backward)
+SOURCES = (hopper_backward.SOURCE, hopper_backward.CLUSTER_SOURCE, hopper_mxfp8_backward.SOURCE)
 
 TAILS: dict[str, Any] = dict(hidden_size=80, intermediate_size=144, num_experts=4, top_k=2)
 # name: (config arguments, tokens per rank, save)
@@ -38,11 +39,16 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
         "all",
     ),
     "bf16": (TAILS | dict(grad_dtype="bf16"), (150,), "all"),
+    "bf16-steps": (TAILS | dict(num_experts=3), (700,), "all"),
     "bf16-shared": (TAILS | dict(shared_intermediate_size=24, macrobatch=128), (40,), "none"),
 }
 
 
-@lru_cache(maxsize=2)
+RUNS = [(name, hopper_backward.WGRAD) for name in CASES]
+RUNS += [(name, hopper_backward.WGRAD_PAIRS) for name in CASES if "bf16" in name]
+
+
+@lru_cache(maxsize=4)
 def kernels(source: str) -> HopperKernels:
     return HopperKernels(source)
 
@@ -54,7 +60,7 @@ def load_kernel(source: str, kernel: str, macros: Any = (), smem_bytes: int = 0)
 
 
 @pytest.fixture
-def device() -> Iterator[None]:
+def device(wgrad: str) -> Iterator[None]:
     if host_compiler() is None:
         pytest.skip("no C++ compiler to build the kernels for the CPU")
     with host_cuda_device():
@@ -63,8 +69,8 @@ def device() -> Iterator[None]:
             for module in MODULES
             for name, value in (("encode_tiled", encode_tiled), ("load_kernel", load_kernel))
         ]
-        alone = {"_num_multiprocessors": lambda: 1, "_wgrad_name": lambda *_: "moe_wgrad_hopper"}
-        patches += [mock.patch.object(hopper_backward, *item) for item in alone.items()]
+        kind = {"_num_multiprocessors": lambda: 2, "_wgrad_name": lambda *_: wgrad}
+        patches += [mock.patch.object(hopper_backward, *item) for item in kind.items()]
         for patch in patches:
             patch.start()
         yield
@@ -79,7 +85,15 @@ class AfterPortableForward:
         self.__name__ = module.__name__
         self.module = module
 
-    def launch_backward(self, workspace: Any, params: Any, back: Any, stream: Any) -> None:
+    def __getattr__(self, name: str) -> Any:  # the bf16 module alone makes dx as well
+        if not name.startswith("launch_backward"):
+            raise AttributeError(name)
+        launch = getattr(self.module, name)
+        return lambda workspace, params, back, stream: launch(
+            workspace, self._as_kept(workspace, params, stream), back, stream
+        )
+
+    def _as_kept(self, workspace: Any, params: Any, stream: Any) -> Any:
         """The kept rows are those of whole macrobatches; MXFP8 weights and x are not where the
         Hopper forward leaves them."""
         block = params.copy()
@@ -90,7 +104,7 @@ class AfterPortableForward:
             weights = [int(params[f"w_{part}"]) for part in gpu_layer.WEIGHT_PARTS]
             for launch in hopper_mxfp8.quantise_weights(workspace, weights):
                 launch(stream)
-        self.module.launch_backward(workspace, block, back, stream)
+        return block
 
 
 def gradients(config: MoEConfig, inputs: Any, save: str, seed: int) -> list[dict]:
@@ -113,14 +127,17 @@ def gradients(config: MoEConfig, inputs: Any, save: str, seed: int) -> list[dict
         result = gpu_layer.backward(context, layers.rank_dy(inputs, heap.rank))
         return layers.collect(kept, result)
 
-    for source in (hopper_backward.SOURCE, hopper_mxfp8_backward.SOURCE):
+    for source in SOURCES:
         kernels(source).seed(seed)
-    with mock.patch.object(hopper_backward._State, "_dgrad_params", pull_x):
+    with (
+        mock.patch.object(hopper_backward, "_mini_blocks", lambda *_: 4),
+        mock.patch.object(hopper_backward._State, "_dgrad_params", pull_x),
+    ):
         return run_virtual_cuda_ranks(len(inputs.counts), work, timeout_s=300)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_in_any_order(name: str, device: None) -> None:
+@pytest.mark.parametrize(("name", "wgrad"), RUNS)
+def test_gradients_in_any_order(name: str, wgrad: str, device: None) -> None:
     arguments, counts, save = CASES[name]
     config = MoEConfig(**arguments, ep_size=len(counts))
     inputs = layers.make_inputs(config, counts)

@@ -14,6 +14,7 @@ from gpu import test_layer_gpu as layers
 from gpu import test_mxfp8_gpu as edges
 from gpu.host_cuda import compiler as host_compiler
 from gpu.host_cuda.hopper import HopperKernels, encode_tiled
+from gpu.test_hopper_mxfp8_backward_gpu import special_blocks
 from host_cupy import HostFunction, host_cuda_device, load_host_kernel
 
 from mok_ref.config import MoEConfig
@@ -56,7 +57,7 @@ def device() -> Iterator[None]:
         patches += [
             mock.patch.object(hopper, "ForwardKernel", one_cta),
             mock.patch.object(hopper_mxfp8, "num_ctas", lambda workspace: 1),
-            mock.patch.object(hopper_backward, "_num_multiprocessors", lambda: 1),
+            mock.patch.object(hopper_backward, "_num_multiprocessors", lambda: 2),
             mock.patch.object(hopper_backward, "_wgrad_name", lambda *blocks: "moe_wgrad_hopper"),
             mock.patch.object(gpu_layer, "_hopper_refusal", lambda config: ""),
         ]
@@ -115,3 +116,13 @@ def test_forward_and_backward_with_the_shared_expert(save: str, device: None) ->
     inputs = layers.make_inputs(config, (16, 5))
     actual = layers.on_device(config, inputs, "auto", save)
     layers.assert_same(actual, layers.reference(config, inputs))
+
+
+@pytest.mark.parametrize("rule", ["fit", "ocp"])
+def test_backward_of_scales_of_any_size(rule: str, device: None) -> None:
+    """Blocks of zeros, NaN, Inf, and scales that need a second multiplication."""
+    config = MoEConfig(**SIZES, scale_rule=rule)
+    inputs = special_blocks(layers.make_inputs(config, (40,)))
+    with np.errstate(all="ignore"):
+        expected = layers.reference(config, inputs)
+    layers.assert_same(layers.on_device(config, inputs, "auto", "all"), expected)

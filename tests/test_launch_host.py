@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
+import host_cupy
 import numpy as np
 import pytest
 from gpu.host_cuda import compiler
@@ -12,7 +14,14 @@ from gpu.test_layer_gpu import as_host, collect, make_case, rank_arguments, rank
 from host_cupy import host_cuda_device
 
 from mok_ref.gpu import layer
-from mok_ref.gpu.launch import MAX_PREPARED, Launch, ParamBlock, prepared, remember
+from mok_ref.gpu.launch import (
+    MAX_PREPARED,
+    Launch,
+    ParamBlock,
+    early_launcher,
+    prepared,
+    remember,
+)
 from mok_ref.gpu.params import LAYER_PARAMS, new_params, set_params
 from mok_ref.gpu.workspace import DeviceWorkspace
 from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
@@ -229,3 +238,31 @@ def test_an_address_with_other_rows_is_another_step(dtype: str) -> None:
         parts = {name: getattr(inputs, name)[:count] for name in ("x", "ids", "weights", "dy")}
         for name, value in reference(config, inputs._replace(**parts, counts=(count,)))[0].items():
             assert_bitwise_equal(found[name], value, f"{count} {name}")
+
+
+@pytest.mark.parametrize(("capability", "early"), [("80", False), ("90", True)])
+def test_a_kernel_is_launched_early_where_the_device_can(
+    capability: str, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    seen: list[Any] = []
+
+    def launch_early(config: Any, function: Any, arguments: int, extra: int) -> tuple[int]:
+        (attribute,) = config.attrs
+        seen.append((config.gridDimX, config.gridDimY, config.blockDimX, config.sharedMemBytes))
+        seen.append((attribute.value.programmaticStreamSerializationAllowed, int(config.hStream)))
+        return (len(seen) // 4,)  # the second launch is refused
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launch_early)
+    monkeypatch.setattr(host_cupy.Device, "compute_capability", capability)
+    with host_cuda_device():
+        plain = sys.modules["cupy"].cuda.driver
+        monkeypatch.setattr(plain, "launchKernel", lambda *shape: seen.append(shape))
+        launch = early_launcher(1, (3, 2, 1), 64, 512, 0)
+        launch(7)
+        if not early:
+            assert seen == [(1, 3, 2, 1, 64, 1, 1, 512, 7, 0, 0)]
+            return
+        assert seen == [(3, 2, 64, 512), (1, 7)]
+        with pytest.raises(RuntimeError, match="kernel launch refused: 1"):
+            launch(7)

@@ -31,6 +31,7 @@ PHASES = {
     12: "backward waiting for d_gate and d_up",
     13: "a backward pull waiting for its ring slot",
     14: "a weight gradient waiting for rows",
+    15: "a sum waiting for a complete token",
 }
 """Texts of enum Phase."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mok_ref.config import ROW_TILE
+from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.gpu.compiler import load_kernel
 from mok_ref.gpu.launch import Launch, ParamBlock, enqueue
 
@@ -26,7 +26,14 @@ STAGES = 4
 STAGE_BYTES = 3 * ROW_TILE * 64 * 2
 STAGING_BYTES = 2 * ROW_TILE * 64 * 2
 TILE_SLOTS = 4
-SHARED_BYTES = STAGES * (STAGE_BYTES + 16) + STAGING_BYTES + (32 + 4 * 8) * TILE_SLOTS + 4 * 8
+MAIL_SLOTS = 8
+SHARED_BYTES = (
+    STAGES * (STAGE_BYTES + 16)
+    + STAGING_BYTES
+    + (32 + 2 * 8) * TILE_SLOTS
+    + 2 * 8 * MAIL_SLOTS
+    + 4 * 8
+)
 """Dynamic shared memory of a CTA (kForwardSharedBytes): operands, staging, tiles, barriers."""
 
 TICKET_WORDS = 64
@@ -36,6 +43,19 @@ ALIGNMENT = 8
 
 MINIBATCH_TILES = 192
 """Gate/up tiles that a minibatch should have: 1.5 for each of an H200's 132 multiprocessors."""
+
+NARROW_WIDTH = 1024
+"""Up to this width of its experts a minibatch has twice as many tiles: they are short, down of the
+minibatch before is through sooner, and h of so many narrow rows still fits the L2 cache (12.6 MB
+of 64 row blocks at 768 and of 48 at 1024, the two sizes measured: docs/tuning.md, #33)."""
+
+DEFAULT_CLUSTER_SIZE = 2
+"""CTAs that share operands where nothing was tuned. A card at its power limit gains by every byte
+that does not cross the chip twice (docs/tuning.md)."""
+
+COMBINE_FROM_TOKENS = 1024
+"""Below, counting rows, then tokens, then taking one from the list costs more than the launch that
+it spares: 3 us of 240 at 16 tokens."""
 
 TENSOR_MAP = np.dtype((np.uint64, (16,)))
 
@@ -70,6 +90,21 @@ def num_forward_counters(max_row_blocks: int, max_tokens: int) -> int:
     return TICKET_WORDS + 3 * max_row_blocks + -(-max_tokens // ROW_TILE)
 
 
+def num_combine_counters(max_row_blocks: int, max_tokens: int) -> int:
+    """Words behind them where the kernel makes y (struct CombineCounters): tickets and the room to
+    align them, row blocks, tokens."""
+    return 4 * 32 + max_row_blocks + -(-max_tokens // ROW_TILE) + 2 * max_tokens
+
+
+def combines(config: MoEConfig, num_tokens: int) -> bool:
+    """Whether the kernel makes y itself, from every token as soon as its rows are there.
+
+    Not with several ranks: rows of others arrive at times of their own, and no kernel waits for
+    another rank.
+    """
+    return config.ep_size == 1 and num_tokens >= COMBINE_FROM_TOKENS
+
+
 def default_minibatch(intermediate_size: int) -> int:
     """Rows of a minibatch where the caller names none.
 
@@ -78,7 +113,8 @@ def default_minibatch(intermediate_size: int) -> int:
     one step behind, finds its h complete. Measured on fine-grained experts (docs/tuning.md).
     """
     column_tiles = -(-intermediate_size // ROW_TILE)
-    row_blocks = -(-MINIBATCH_TILES // column_tiles)
+    tiles = MINIBATCH_TILES * (2 if intermediate_size <= NARROW_WIDTH else 1)
+    row_blocks = -(-tiles // column_tiles)
     return ROW_TILE * min(max(row_blocks, 16), 64)
 
 
@@ -182,25 +218,31 @@ def _num_multiprocessors(device: int) -> int:
     return int(cupy.cuda.runtime.deviceGetAttribute(16, device))  # MultiProcessorCount
 
 
+def cluster_macros(cluster_size: int) -> tuple[str, ...]:
+    """How the kernel is compiled for clusters of that many CTAs."""
+    return () if cluster_size == 1 else (f"MOK_CLUSTER_SIZE={cluster_size}",)
+
+
 class ForwardKernel:
     """The forward megakernel with the tensor maps of one workspace.
 
-    cluster_size   1, or 2: pairs of CTAs share weight tiles through their cluster's shared memory
+    cluster_size   1, or 2: pairs of CTAs share operands through their cluster's shared memory
     num_ctas       CTAs to launch, any number >= cluster_size; None: one per multiprocessor
     Neither changes a bit of the result.
     """
 
     MAX_CACHED = 16
 
-    def __init__(self, cluster_size: int = 1, num_ctas: int | None = None) -> None:
+    def __init__(
+        self, cluster_size: int = DEFAULT_CLUSTER_SIZE, num_ctas: int | None = None
+    ) -> None:
         self.cluster_size = cluster_size
         self.num_ctas = num_ctas
         self._maps: dict[tuple, np.ndarray] = {}
 
     def load(self) -> Any:
         """The compiled kernel; call it on every rank before the first barrier."""
-        macros = () if self.cluster_size == 1 else (f"MOK_CLUSTER_SIZE={self.cluster_size}",)
-        return load_kernel(SOURCE, KERNEL, macros, SHARED_BYTES)
+        return load_kernel(SOURCE, KERNEL, cluster_macros(self.cluster_size), SHARED_BYTES)
 
     def maps(self, params: np.ndarray) -> np.ndarray:
         """Tensor maps for the arrays named in `params`, encoded at their first use."""
@@ -218,7 +260,8 @@ class ForwardKernel:
 
         ctas = self.num_ctas or _num_multiprocessors(cupy.cuda.runtime.getDevice())
         ctas = max(1, ctas // self.cluster_size) * self.cluster_size
-        return Launch(self.load(), (ctas,), THREADS, (params, self.maps(params)), SHARED_BYTES)
+        arguments = (params, self.maps(params))
+        return Launch(self.load(), (ctas,), THREADS, arguments, SHARED_BYTES, early=True)
 
 
 def warm_up(workspace: Any) -> None:

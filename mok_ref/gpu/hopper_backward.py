@@ -1,7 +1,8 @@
 """Launches of the backward megakernels: tensor maps, parameters, the ordered chain's pipeline.
 
-CUDA twins: cuda_src/megakernel_backward.cu and cuda_src/backward_*.cuh. Per macrobatch one dgrad
-launch (pull, dhu, SwiGLU backward, dx, push) and one wgrad launch; then the replicated gradients.
+CUDA twins: cuda_src/megakernel_backward.cu, cuda_src/megakernel_backward_clusters.cu and
+cuda_src/backward_*.cuh. Per macrobatch one dgrad launch (pull, dhu, SwiGLU backward, dx, push) and
+one wgrad launch, the last with dx; then the replicated gradients.
 Everything is enqueued on the current stream; nothing synchronises the host, and only the first call
 of a workspace allocates.
 """
@@ -19,28 +20,30 @@ from mok_ref.gpu.hopper import encode_tiled
 from mok_ref.gpu.launch import NUM_MULTIPROCESSORS, Launch, ParamBlock, prepared
 from mok_ref.gpu.params import SYMMETRIC_BUFFERS
 
-SOURCE = "megakernel_backward.cu"
+SOURCE, CLUSTER_SOURCE = "megakernel_backward.cu", "megakernel_backward_clusters.cu"
 THREADS = 384
 SHARED_BYTES = 4 * 49152 + 8 * 4096 + 4 * 32 + 8 * 32
 """Dynamic shared memory of a CTA (SharedLayout::kBytes): ring, staging, task queue, barriers."""
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
+CLUSTER_SIZE = 2
+CLUSTER_SHARED_BYTES = SHARED_BYTES + 48  # letters between its CTAs
+CLUSTER_BOXES = 4 // CLUSTER_SIZE  # of 64 columns of operand B, in one copy
 WGRAD, WGRAD_PAIRS = "moe_wgrad_hopper", "moe_wgrad_pairs_hopper"
-PAIRS_BELOW_ROWS = {"bf16": 4096, "float32": 8192}
-"""Rows per expert, on average, below which weight gradients are made by pairs of CTAs.
+WGRAD_SOURCES = {WGRAD: CLUSTER_SOURCE, WGRAD_PAIRS: SOURCE}
+PAIRS_BELOW_ROWS = {"bf16": 1024, "float32": 8192}
+"""Rows per expert, on average, below which the warpgroups of the wgrad kernel take turns.
 
-A pair hides the store of a tile behind the other half's products, but reads operands more often
-from shared memory: it pays while the store, twice as long in float32, is a large part of a tile
-(docs/tuning_backward.md).
+Both kernels run in clusters of two CTAs. Turns hide the store of a tile behind the other half's
+products, but read operands more often from shared memory: they pay while the store, twice as long
+in float32, is a large part of a tile (docs/tuning_backward.md).
 """
 
 TICKET_WORDS = 32  # one counter per 128 bytes
+HIDDEN_DONE_WORD = 16  # of DgradCounters
 BLOCK_GROUP = 16  # kBlockGroup: row blocks whose tiles are walked column by column
-CHAIN_PHASE = 5  # kPhaseBarrierChain
+DX_PHASE, CHAIN_PHASE = 4, 5  # kPhaseBarrierDx, kPhaseBarrierChain
 COLLECT_THREADS = 256
-
-BULK_STORES = True
-"""Finished weight gradients leave through the copy engine (else by ordinary stores)."""
 
 _POINTER = np.uint64
 TENSOR_MAP = np.dtype((np.uint64, (16,)))
@@ -99,6 +102,8 @@ WGRAD_PARAMS = np.dtype(
         ("gradient", _POINTER, (NUM_PRODUCTS,)),
         ("straddling", _POINTER, (NUM_PRODUCTS,)),
         ("bulk_stores", np.int32),
+        ("with_dx", np.int32),
+        ("hidden_done", _POINTER),
     ],
     align=True,
 )
@@ -202,10 +207,11 @@ def encode_gradient(
     return encode_tiled(pointer, (columns, rows, experts), strides, (128 // size, 16, 1), element)
 
 
-def _dgrad_maps(layer: Any, back: Any, again: dict[str, int]) -> np.ndarray:
+def _dgrad_maps(layer: Any, back: Any, again: dict[str, int], boxes: int = 4) -> np.ndarray:
     """DGRAD_MAPS of one rank.
 
     again  addresses of gate and up made again, routed and shared
+    boxes  of 64 columns that a copy of a weight tile fetches
     """
     ring, tokens = int(layer["macro_blocks"]) * ROW_TILE, int(layer["num_tokens"])
     routed = {name: int(back[f"{name}_ring"]) for name in ("dy", "d_gate", "d_up", "hw")}
@@ -220,8 +226,8 @@ def _dgrad_maps(layer: Any, back: Any, again: dict[str, int]) -> np.ndarray:
     maps = np.zeros(1, DGRAD_MAPS)
     width, saved = int(layer["intermediate_size"]), int(layer["max_saved_rows"])
     experts, shared_width = int(layer["num_local_experts"]), int(layer["shared_intermediate_size"])
-    _fill_side(maps["routed"][0], layer, "", routed, width, ring, saved, experts)
-    _fill_side(maps["shared"][0], layer, "shared_", shared, shared_width, tokens, tokens, 1)
+    _fill_side(maps["routed"][0], layer, "", routed, width, ring, saved, experts, boxes)
+    _fill_side(maps["shared"][0], layer, "shared_", shared, shared_width, tokens, tokens, 1, boxes)
     return maps
 
 
@@ -234,6 +240,7 @@ def _fill_side(
     rows: int,
     saved_rows: int,
     experts: int,
+    boxes: int,
 ) -> None:
     """The maps of the routed experts or of the shared one."""
     hidden = int(layer["hidden_size"])
@@ -247,9 +254,9 @@ def _fill_side(
         side[f"{name}_saved"] = encode_rows(pointers[f"{name}_saved"], width, saved_rows)
         side[f"{name}_again"] = encode_rows(pointers[f"{name}_again"], width, rows)
         weight = int(layer[f"{prefix}w_{name}"])
-        side[f"w_{name}"] = encode_columns(weight, hidden, width, experts)
+        side[f"w_{name}"] = encode_columns(weight, hidden, width, experts, boxes)
         side[f"w_{name}_rows"] = encode_rows(weight, hidden, width, experts, TILE_COLUMNS)
-    side["w_down"] = encode_columns(int(layer[f"{prefix}w_down"]), width, hidden, experts)
+    side["w_down"] = encode_columns(int(layer[f"{prefix}w_down"]), width, hidden, experts, boxes)
 
 
 def _wgrad_maps(layer: Any, back: Any, in_boxes: int) -> np.ndarray:
@@ -315,8 +322,10 @@ def _products(hidden_size: int, inner: int) -> tuple[tuple[int, str, int, int], 
 def warm_up(workspace: Any) -> None:
     """Compile and load every kernel of a step; on every rank before its first barrier."""
     dgrad = _dgrad_name(workspace.config.swiglu_limit is not None)
-    for name in (dgrad, WGRAD, WGRAD_PAIRS, "moe_chain_hopper"):
+    for name in (WGRAD_PAIRS, "moe_chain_hopper"):
         _ = load_kernel(SOURCE, name, (), SHARED_BYTES).num_regs
+    for name in (dgrad, WGRAD):
+        _ = load_kernel(CLUSTER_SOURCE, name, (), CLUSTER_SHARED_BYTES).num_regs
     _ = load_kernel(SOURCE, "moe_chain_collect").num_regs
 
 
@@ -327,16 +336,38 @@ def launch_backward(workspace: Any, layer: ParamBlock, back: ParamBlock, stream:
     layer, back   LAYER_PARAMS and BACKWARD_PARAMS blocks of this call; the x rows of macrobatch 0
                   still lie in the ring as the forward kernel left them
     """
+    plan = _begin(workspace, layer, back, stream, with_dx=False)
+    plan.weights(stream)
+    if plan.chain:
+        _launch_chain(workspace.heap, plan, stream)
+
+
+def launch_backward_with_dx(
+    workspace: Any, layer: ParamBlock, back: ParamBlock, stream: Any
+) -> None:
+    """The same with the barrier behind it, dx and d_topk_weights of this rank's tokens; collective.
+
+    dx is bound by memory and the weight gradients are not, so the last kernel makes both. All dx
+    rows are pushed before it: the barrier comes then.
+    """
+    plan = _begin(workspace, layer, back, stream, with_dx=True)
+    workspace.heap.barrier(DX_PHASE)
+    plan.weights(stream)
+    if plan.chain:
+        _launch_chain(workspace.heap, plan, stream)
+
+
+def _begin(workspace: Any, layer: ParamBlock, back: ParamBlock, stream: Any, with_dx: bool) -> Plan:
+    """Every launch of the routed experts but the last."""
     import cupy
 
     state = workspace.extra("hopper_backward", lambda: _State(workspace))
-    plan = prepared(back, "hopper_backward", lambda: state.plan(layer, back))
+    plan = prepared(back, ("hopper_backward", with_dx), lambda: state.plan(layer, back, with_dx))
     counters = state.extra["counters"]
     cupy.cuda.runtime.memsetAsync(counters.data.ptr, 0, counters.nbytes, stream.ptr)
     for launch in plan.routed:
         launch(stream)
-    if plan.chain:
-        _launch_chain(workspace.heap, plan, stream)
+    return plan
 
 
 def _launch_chain(heap: Any, plan: Plan, stream: Any) -> None:
@@ -359,6 +390,7 @@ class Plan(NamedTuple):
     """The launches of one set of arrays."""
 
     routed: list[Launch]
+    weights: Launch  # the last weight gradients of the routed experts, perhaps with dx
     chain: list[Launch]  # per group of tiles; empty without a shared expert
     collect: Launch
 
@@ -368,6 +400,7 @@ class _State:
 
     def __init__(self, workspace: Any) -> None:
         self.sizes, self.rank = workspace.sizes, workspace.heap.rank
+        self.alone = workspace.heap.size == 1
         self.extra = make_buffers(workspace)
         table = workspace.buffers["peer_table"].get()
         self.chain_addresses = [int(address) for address in table[SYMMETRIC_BUFFERS["chain"]]]
@@ -387,25 +420,30 @@ class _State:
             addresses[f"shared_{name}"] = 0 if shared is None else _address(shared)
         return addresses
 
-    def plan(self, layer: ParamBlock, back: ParamBlock) -> Plan:
+    def plan(self, layer: ParamBlock, back: ParamBlock, with_dx: bool = False) -> Plan:
         """The launches for the arrays named in the blocks."""
         shared = int(layer["shared_intermediate_size"]) > 0
         chain = self._chain_launches(layer, back) if shared else []
-        return Plan(self._routed_launches(layer, back), chain, self._collect_launch(layer, back))
+        *routed, weights = self._routed_launches(layer, back, with_dx)
+        return Plan(routed, weights, chain, self._collect_launch(layer, back))
 
-    def _routed_launches(self, layer: Any, back: Any) -> list[Launch]:
-        """Per macrobatch dgrad, then wgrad."""
+    def _routed_launches(self, layer: Any, back: Any, with_dx: bool) -> list[Launch]:
+        """Per macrobatch dgrad, then wgrad (of a rank without experts it finds no tiles)."""
         wgrad = _wgrad_name(layer, back)
-        dgrad_maps = _dgrad_maps(layer, back, self.again)
-        wgrad_maps = _wgrad_maps(layer, back, in_boxes=1 if wgrad == WGRAD_PAIRS else 4)
+        dgrad_maps = _dgrad_maps(layer, back, self.again, CLUSTER_BOXES)
+        wgrad_maps = _wgrad_maps(layer, back, 1 if wgrad == WGRAD_PAIRS else CLUSTER_BOXES)
         dgrad = _dgrad_name(bool(layer["has_limit"]))
         launches: list[Launch] = []
-        for macro in range(num_macrobatches(self.sizes)):
+        macros = num_macrobatches(self.sizes)
+        for macro in range(macros):
             params = self._dgrad_params(layer, back, macro)
-            launches.append(_launch(dgrad, layer, params, dgrad_maps))
-            if layer["num_local_experts"]:
-                params = self._wgrad_params(layer, back, macro)
-                launches.append(_launch(wgrad, layer, params, wgrad_maps))
+            launches.append(_launch(dgrad, layer, params, dgrad_maps, source=CLUSTER_SOURCE))
+            params = self._wgrad_params(layer, back, macro)
+            params["with_dx"] = with_dx and macro == macros - 1
+            early = self.alone and macro == 0  # x rows are in the ring, no barrier in between
+            params["hidden_done"] = self._hidden_done(macro) if early else 0
+            blocks, source = (layer, params, wgrad_maps, back), WGRAD_SOURCES[wgrad]
+            launches.append(_launch(wgrad, *blocks, source=source, early=early))
         return launches
 
     def _chain_launches(self, layer: Any, back: Any) -> list[Launch]:
@@ -456,7 +494,7 @@ class _State:
         params["macro_index"], params["macro_blocks"] = macro, layer["macro_blocks"]
         params["num_products"], params["accumulate"] = 3, back["dw_accumulate"]
         params["gradient_type"] = params["start_type"] = back["dw_is_bf16"]
-        params["ticket"], params["bulk_stores"] = self._ticket(macro), BULK_STORES
+        params["ticket"], params["bulk_stores"] = self._ticket(macro), 1
         hidden, inner = int(layer["hidden_size"]), int(layer["intermediate_size"])
         for product, name, columns, rows in _products(hidden, inner):
             params["rows"][0, product], params["columns"][0, product] = rows, columns
@@ -480,6 +518,11 @@ class _State:
             params["start"][0, product] = back[f"shared_dw_{name}"] if first else handed
             params["gradient"][0, product] = self.chain_addresses[self.rank] + offset
         return params
+
+    def _hidden_done(self, macro: int) -> int:
+        """DgradCounters::hidden_done of a macrobatch's launch."""
+        words = macro * _dgrad_words(self.sizes) + HIDDEN_DONE_WORD
+        return _address(self.extra["counters"]) + 4 * words
 
     def _ticket(self, index: int) -> int:
         macros = num_macrobatches(self.sizes)
@@ -521,9 +564,14 @@ def _num_multiprocessors() -> int:
     return int(cupy.cuda.runtime.deviceGetAttribute(16, device))  # MultiProcessorCount
 
 
-def _launch(name: str, *blocks: np.ndarray) -> Launch:
-    """A persistent kernel: one CTA per multiprocessor, in whole clusters."""
-    kernel = load_kernel(SOURCE, name, (), SHARED_BYTES)
+def _launch(name: str, *blocks: np.ndarray, source: str = SOURCE, early: bool = False) -> Launch:
+    """A persistent kernel: one CTA per multiprocessor, in whole clusters.
+
+    early  it begins while the kernel before it ends (mok_ref.gpu.launch.Launch)
+    """
+    shared = CLUSTER_SHARED_BYTES if source == CLUSTER_SOURCE else SHARED_BYTES
+    kernel = load_kernel(source, name, (), shared)
     ctas = _num_multiprocessors()
-    grid = ctas - ctas % 2 if name == WGRAD_PAIRS else ctas
-    return Launch(kernel, (grid,), THREADS, blocks, SHARED_BYTES)
+    in_clusters = source == CLUSTER_SOURCE or name == WGRAD_PAIRS
+    grid = ctas - ctas % CLUSTER_SIZE if in_clusters else ctas
+    return Launch(kernel, (grid,), THREADS, blocks, shared, early)

@@ -33,7 +33,10 @@ from mok_ref.validation import check_weights
 SOURCE = "megakernel_mxfp8.cu"
 KERNEL = "moe_forward_mxfp8"
 
-BARRIERS = 2 * 4 + 2 * 3 + 2 * 2
+TILE_COLUMNS = 256
+"""Weight rows of a tile (kTileN): 128 of gate and 128 of up, or 256 of down."""
+
+BARRIERS = 3 + 2 * 2
 SHARED_BYTES = hopper.SHARED_BYTES + 8 * BARRIERS
 """Dynamic shared memory of a CTA (kMxfp8SharedBytes)."""
 
@@ -45,14 +48,14 @@ CODE_MAPS = np.dtype(
         (name, TENSOR_MAP)
         for name in (
             "x_codes",
-            "h_codes",
+            "x_half_codes",
             "x_scales",
+            "h_codes",
+            "h_half_codes",
             "h_scales",
-            "w_gate_codes",
-            "w_up_codes",
+            "w_gate_up_codes",
+            "w_gate_up_scales",
             "w_down_codes",
-            "w_gate_scales",
-            "w_up_scales",
             "w_down_scales",
         )
     ]
@@ -109,18 +112,18 @@ def weight_shape(config: Any, part: str) -> tuple[int, int]:
 
 def weight_buffers(workspace: Any) -> dict[str, Any]:
     """Codes and scales of this rank's experts, and whether a scale is above 2^7; made once per
-    workspace."""
-    local = workspace.config.num_local_experts(workspace.heap.rank)
+    workspace. Those of gate and up lie behind each other: one copy fetches a tile of both."""
+    config, local = workspace.config, workspace.config.num_local_experts(workspace.heap.rank)
     buffers = {"weights_are_wide": workspace.scratch("weights_are_wide", (1,), np.uint32)}
-    for part in PARTS:
-        rows, columns = weight_shape(workspace.config, part)
-        name = f"w_{part}"
-        buffers[f"{name}_codes"] = workspace.scratch(
-            f"{name}_codes", (local * rows, columns), np.uint8
+    for parts, name in ((("gate", "up"), "w_gate_up"), (("down",), "w_down")):
+        rows, columns = weight_shape(config, parts[0])
+        codes = workspace.scratch(f"{name}_codes64", (len(parts), local * rows, columns), np.uint8)
+        scales = workspace.scratch(
+            f"{name}_scales64", (len(parts), local, scale_words(columns), rows), np.uint16
         )
-        buffers[f"{name}_scales"] = workspace.scratch(
-            f"{name}_scales64", (local, scale_words(columns), rows), np.uint16
-        )
+        for index, part in enumerate(parts):
+            buffers[f"w_{part}_codes"] = codes[index] if codes.size else codes
+            buffers[f"w_{part}_scales"] = scales[index] if scales.size else scales
     return buffers
 
 
@@ -171,17 +174,27 @@ def encode_scales(pointer: int, rows: int, columns: int) -> np.ndarray:
     return encode_tiled(pointer, dims, (2 * rows,), (ROW_TILE, 1), "UINT16", "NONE")
 
 
-def encode_weight_codes(pointer: int, experts: int, rows: int, columns: int) -> np.ndarray:
-    """Map of codes [experts, rows, columns]: boxes of 128 rows of one expert x 64 codes."""
-    dims, strides = (columns, rows, experts), (columns, rows * columns)
-    return encode_tiled(pointer, dims, strides, (64, ROW_TILE, 1), "UINT8", "64B")
+def encode_weight_codes(
+    pointer: int, parts: int, experts: int, rows: int, columns: int
+) -> np.ndarray:
+    """Map of codes [parts, experts, rows, columns]: boxes of 256 rows in all of one expert, equally
+    many of every part, x 64 codes."""
+    dims = (columns, rows, experts, parts)
+    strides = (columns, rows * columns, experts * rows * columns)
+    box = (64, TILE_COLUMNS // parts, 1, parts)
+    return encode_tiled(pointer, dims, strides, box, "UINT8", "64B")
 
 
-def encode_weight_scales(pointer: int, experts: int, rows: int, columns: int) -> np.ndarray:
-    """Map of scale words [experts, ceil(columns / 64), rows]: boxes of 128 rows of one word."""
+def encode_weight_scales(
+    pointer: int, parts: int, experts: int, rows: int, columns: int
+) -> np.ndarray:
+    """Map of scale words [parts, experts, ceil(columns / 64), rows]: boxes as of the codes, of one
+    word."""
     words = scale_words(columns)
-    dims, strides = (rows, words, experts), (2 * rows, 2 * rows * words)
-    return encode_tiled(pointer, dims, strides, (ROW_TILE, 1, 1), "UINT16", "NONE")
+    dims = (rows, words, experts, parts)
+    strides = (2 * rows, 2 * rows * words, 2 * rows * words * experts)
+    box = (TILE_COLUMNS // parts, 1, 1, parts)
+    return encode_tiled(pointer, dims, strides, box, "UINT16", "NONE")
 
 
 def encode_maps(workspace: Any) -> np.ndarray:
@@ -194,13 +207,14 @@ def encode_maps(workspace: Any) -> np.ndarray:
     rings, weights = ring_buffers(workspace), weight_buffers(workspace)
     for name, width in (("x", config.hidden_size), ("h", config.intermediate_size)):
         codes, scales = (int(rings[f"{name}_{part}"].data.ptr) for part in ("codes", "scales"))
-        maps[f"{name}_codes"] = encode_codes(codes, rows, width, 64)
+        maps[f"{name}_codes"] = encode_codes(codes, rows, width, ROW_TILE)
+        maps[f"{name}_half_codes"] = encode_codes(codes, rows, width, ROW_TILE // 2)
         maps[f"{name}_scales"] = encode_scales(scales, rows, width)
-    for part in PARTS:
-        name, shape = f"w_{part}", weight_shape(config, part)
-        codes, scales = (int(weights[f"{name}_{part}"].data.ptr) for part in ("codes", "scales"))
-        maps[f"{name}_codes"] = encode_weight_codes(codes, experts, *shape)
-        maps[f"{name}_scales"] = encode_weight_scales(scales, experts, *shape)
+    for name, first, parts in (("w_gate_up", "gate", 2), ("w_down", "down", 1)):
+        shape = weight_shape(config, first)
+        codes, scales = (int(weights[f"w_{first}_{p}"].data.ptr) for p in ("codes", "scales"))
+        maps[f"{name}_codes"] = encode_weight_codes(codes, parts, experts, *shape)
+        maps[f"{name}_scales"] = encode_weight_scales(scales, parts, experts, *shape)
     return maps
 
 

@@ -197,7 +197,7 @@ def launch_backward(workspace: Any, layer: ParamBlock, back: ParamBlock, stream:
     plan = prepared(back, "hopper_mxfp8_backward", lambda: state.plan(layer, back))
     for counters in (state.extra["counters"], state.shared_counters):
         cupy.cuda.runtime.memsetAsync(counters.data.ptr, 0, counters.nbytes, stream.ptr)
-    for launch in plan.routed:
+    for launch in (*plan.routed, plan.weights):
         launch(stream)
     if plan.chain:
         bf16._launch_chain(workspace.heap, plan, stream)
@@ -215,7 +215,7 @@ class _State(bf16._State):
             buffers[name.removesuffix("_codes")] = buffer
         self.at = {name: bf16._address(buffer) for name, buffer in buffers.items()}
 
-    def _routed_launches(self, layer: Any, back: Any) -> list[Launch]:
+    def _routed_launches(self, layer: Any, back: Any, with_dx: bool = False) -> list[Launch]:
         """The shared expert's rows, then per macrobatch dgrad and wgrad."""
         launches = []
         if int(layer["shared_intermediate_size"]):

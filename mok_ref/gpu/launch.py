@@ -16,6 +16,9 @@ import numpy as np
 MAX_PREPARED = 32
 """What one block keeps; the oldest goes first."""
 
+FIRST_WITH_EARLY_LAUNCH = 90
+"""Compute capability from which a kernel can wait for the one before it."""
+
 NUM_MULTIPROCESSORS = 132
 """Of an H200. Work is cut for so many where the cut changes no bit; a launch of one CTA per
 multiprocessor asks the device."""
@@ -36,9 +39,11 @@ class Launch:
     kernel      of `mok_ref.gpu.compiler.load_kernel`
     grid        CTAs, up to three numbers
     arguments   parameter blocks and NumPy scalars by value, copied now; CuPy arrays by address
+    early       the kernel begins with `follow_previous_kernel` (cuda_src/sync.cuh): it may take its
+                place while the kernel before it ends
     """
 
-    __slots__ = ("_arguments", "_kept", "_launch", "_shape")
+    __slots__ = ("_kept", "_launch")
 
     def __init__(
         self,
@@ -47,20 +52,67 @@ class Launch:
         threads: int,
         arguments: tuple[Any, ...],
         smem_bytes: int = 0,
+        early: bool = False,
     ) -> None:
-        import cupy
-
         values = [_argument_bytes(argument) for argument in arguments]
         pointers = np.array([value.ctypes.data for value in values], np.uint64)
         self._kept = (kernel, arguments, values, pointers)
-        self._arguments = pointers.ctypes.data
-        width, height, depth = (*grid, 1, 1)[:3]
-        self._shape = (kernel.kernel.ptr, width, height, depth, threads, 1, 1, smem_bytes)
-        self._launch = cupy.cuda.driver.launchKernel
+        shape = (*grid, 1, 1)[:3]
+        launcher = early_launcher if early else plain_launcher
+        self._launch = launcher(kernel.kernel.ptr, shape, threads, smem_bytes, pointers.ctypes.data)
 
     def __call__(self, stream: Any) -> None:
         """Enqueue it on a CuPy stream."""
-        self._launch(*self._shape, stream.ptr, self._arguments, 0)
+        self._launch(stream.ptr)
+
+
+def plain_launcher(
+    function: int, grid: tuple[int, ...], threads: int, smem_bytes: int, arguments: int
+) -> Callable[[int], None]:
+    """What enqueues the kernel on a stream behind everything that is there.
+
+    arguments   address of the addresses of its arguments
+    """
+    import cupy
+
+    launch = cupy.cuda.driver.launchKernel
+
+    def enqueue_on(stream: int) -> None:
+        launch(function, *grid, threads, 1, 1, smem_bytes, stream, arguments, 0)
+
+    return enqueue_on
+
+
+def early_launcher(
+    function: int, grid: tuple[int, ...], threads: int, smem_bytes: int, arguments: int
+) -> Callable[[int], None]:
+    """The same by programmatic dependent launch, where the device has it.
+
+    Raises: RuntimeError naming the driver's answer if it refuses a launch.
+    """
+    import cupy
+    from cuda.bindings import driver
+
+    if int(cupy.cuda.Device().compute_capability) < FIRST_WITH_EARLY_LAUNCH:
+        return plain_launcher(function, grid, threads, smem_bytes, arguments)
+    attribute = driver.CUlaunchAttribute()
+    ids = driver.CUlaunchAttributeID
+    attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = smem_bytes
+    config.attrs, config.numAttrs = [attribute], 1
+    launch, kernel, done = driver.cuLaunchKernelEx, driver.CUfunction(function), 0
+
+    def enqueue_on(stream: int) -> None:
+        config.hStream = stream
+        (status,) = launch(config, kernel, arguments, 0)
+        if status != done:
+            raise RuntimeError(f"kernel launch refused: {status}")
+
+    return enqueue_on
 
 
 def _argument_bytes(argument: Any) -> np.ndarray:

@@ -109,7 +109,8 @@ def forward(
     schedule.launch_schedule(workspace, params, stream)
     path.launch_forward(workspace, params, stream)
     heap.barrier(BARRIER_COMBINE)  # every pushed row has arrived
-    schedule.launch_combine(workspace, params, stream)
+    if not params["combines"]:
+        schedule.launch_combine(workspace, params, stream)
 
     y = prepared(params, "y", lambda: as_output(workspace.y[: len(x)], x.dtype))
     kept = (x, topk_ids, topk_weights, weights, shared)
@@ -244,6 +245,7 @@ def _step_params(
         ids_in=topk_ids,
         weights_in=topk_weights,
         max_saved_rows=saved[save] if workspace.training else 0,
+        combines=int(_combines_inside(workspace, len(x))),
     )
     for part, array in zip(WEIGHT_PARTS, weights, strict=True):
         params[f"w_{part}"] = device_address(array)
@@ -254,6 +256,11 @@ def _step_params(
     if save == "none":
         set_params(params, shared_gate=0, shared_up=0)
     return params
+
+
+def _combines_inside(workspace: DeviceWorkspace, num_tokens: int) -> bool:
+    """Whether the forward kernel itself makes y; else `launch_combine` does behind it."""
+    return forward_path(workspace) is hopper and hopper.combines(workspace.config, num_tokens)
 
 
 def _check_call(config: MoEConfig, heap: Any, workspace: DeviceWorkspace, save: str) -> None:
@@ -316,6 +323,9 @@ def backward(
     schedule.launch_stage_dy(workspace, params, back, stream)
     _publish_quantised(workspace, "dy", dy)
     heap.barrier(BARRIER_DY)  # dy of every rank is readable
+    if router_share is None and hasattr(path, "launch_backward_with_dx"):
+        path.launch_backward_with_dx(workspace, params, back, stream)
+        return Gradients(*_outputs(context, back), **gradients)
     path.launch_backward(workspace, params, back, stream)
     heap.barrier(BARRIER_DX)  # every pushed dx row and weight gradient has arrived
     if router_share is not None:

@@ -148,6 +148,7 @@ LAYER_PARAMS = np.dtype(
         ("combine", _POINTER),
         ("topk_ids", _POINTER),
         ("topk_weights", _POINTER),
+        ("combines", np.int32),
     ],
     align=True,
 )

@@ -94,7 +94,7 @@ def _schedule_launches(workspace: Any, params: ParamBlock) -> list[Launch]:
     if ctas == 1 and size == 1:  # what the only block counts is all there is
         kernels = kernels[-1:]
     for name, width, smem_bytes in kernels:
-        launches.append(_launch(name, (width,), threads, params, smem_bytes=smem_bytes))
+        launches.append(_launch(name, (width,), threads, params, smem_bytes=smem_bytes, early=True))
     return launches
 
 
@@ -134,7 +134,9 @@ def _epilogue(name: str, params: ParamBlock, *arguments: Any) -> list[Launch]:
     threads = -(-columns // (32 * ctas)) * 32
     if num_tokens == 0:
         return []
-    return [_launch(f"{name}_{vector}", (num_tokens, ctas), threads, params, *arguments)]
+    early = name == "combine_forward"
+    shape = (num_tokens, ctas), threads
+    return [_launch(f"{name}_{vector}", *shape, params, *arguments, early=early)]
 
 
 def read_schedule(workspace: Any) -> Schedule:
@@ -153,10 +155,15 @@ def read_schedule(workspace: Any) -> Schedule:
 
 
 def _launch(
-    name: str, grid: tuple[int, ...], threads: int, *arguments: Any, smem_bytes: int = 0
+    name: str,
+    grid: tuple[int, ...],
+    threads: int,
+    *arguments: Any,
+    smem_bytes: int = 0,
+    early: bool = False,
 ) -> Launch:
     kernel = load_kernel(SOURCE, name, (), smem_bytes)
-    return Launch(kernel, grid, threads, arguments, smem_bytes)
+    return Launch(kernel, grid, threads, arguments, smem_bytes, early)
 
 
 def _staged_words(params: ParamBlock, top_k: int) -> int:

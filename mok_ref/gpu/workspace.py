@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mok_ref.config import ROW_TILE, MoEConfig, is_int, shown
-from mok_ref.gpu.hopper import default_minibatch
+from mok_ref.gpu.hopper import combines, default_minibatch, num_combine_counters
 from mok_ref.gpu.launch import ParamBlock
 from mok_ref.gpu.params import (
     LAYER_PARAMS,
@@ -107,6 +107,8 @@ def derive_sizes(
         max_saved_rows = max(balanced, macro_blocks) * ROW_TILE
     max_saved_rows = min(max_saved_rows, max_blocks * ROW_TILE)
     segments, blocks, warps = schedule_grid(config, rank, max_tokens)
+    sums = combines(config, max_tokens)
+    combine_words = num_combine_counters(max_blocks, max_tokens) if sums else 0
     return Sizes(
         max_tokens=max_tokens,
         max_row_blocks=max_blocks,
@@ -116,7 +118,7 @@ def derive_sizes(
         segments=segments,
         blocks=blocks,
         block_warps=warps,
-        num_counters=1024 + 8 * max_blocks,
+        num_counters=1024 + 8 * max_blocks + combine_words,
     )
 
 

@@ -21,7 +21,11 @@ COLOURS = {
     "gate_up_again": "#5f93b8",
     "store": "#c9b458",
     "load": "#b7cbd6",
-} | dict.fromkeys(("wait_rows", "wait_operands", "wait_store", "wait_tile", "wait_ring"), "#e6e1dc")
+    "combine": "#8fae5d",
+}
+COLOURS |= dict.fromkeys(
+    ("wait_rows", "wait_operands", "wait_store", "wait_tile", "wait_ring", "wait_token"), "#e6e1dc"
+)
 PALETTE = ("#2f6f9f", "#e08a3c", "#2f8f6f", "#c9603c", "#7a4f8f", "#c9b458", "#7aa6c2", "#8a8a8a")
 
 

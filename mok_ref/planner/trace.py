@@ -57,11 +57,14 @@ STAMP_KINDS = (
     "wait_store",
     "wait_tile",
     "wait_ring",
+    "combine",
+    "wait_token",
 )
 ROLES = {
     "pull": ("pull", "wait_ring"),
     "load": ("load", "wait_rows"),
     "store": ("store", "wait_tile"),
+    "combine": ("combine", "wait_token"),
 }
 FIRST_MATH_WARP = 4  # the warps before it load, pull and store
 

@@ -170,9 +170,16 @@ def tuned(config: MoEConfig, device: str, num_tokens: int, path: Path | None = N
 def tuned_cluster_size(
     config: MoEConfig, device: str, num_tokens: int, path: Path | None = None
 ) -> int:
-    """CTAs that share weight tiles, as measured together with the sizes of `tuned`; 1 without."""
+    """CTAs that share weight tiles, as measured together with the sizes of `tuned`.
+
+    Without a measurement what mok_ref.gpu.hopper takes by default on a GPU.
+    """
+    from mok_ref.gpu.hopper import DEFAULT_CLUSTER_SIZE
+
     found = stored_sizes(config, device, num_tokens, path)
-    return 1 if found is None else found.cluster_size
+    if found is not None:
+        return found.cluster_size
+    return 1 if device == "cpu" else DEFAULT_CLUSTER_SIZE
 
 
 def check_store(path: Path) -> None:

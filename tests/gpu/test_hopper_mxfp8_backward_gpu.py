@@ -118,9 +118,11 @@ def special_blocks(inputs: Inputs) -> Inputs:
     x[6, 7], dy[7, 40] = np.nan, np.inf
     x[8], dy[9], dy[10] = x[8] * 2.0**100, dy[9] * 2.0**-120, dy[10] * 2.0**110
     for row, exponent in enumerate((0, 1, -3), 12):
-        x[row, :32] = 0
-        x[row, 0] = 448.0 * 2.0**exponent
-        x[row + 3, :32], x[row + 3, 0] = 0, 450.0 * 2.0**exponent  # the next bf16 above
+        for value in (448.0, 450.0, 446.0):  # and the next bf16 above and below
+            for operand, column in ((x, 0), (dy, 33)):
+                operand[row, column // 32 * 32 : column // 32 * 32 + 32] = 0
+                operand[row, column] = value * 2.0**exponent
+            row += 3
     return inputs._replace(x=x.astype(BFLOAT16), dy=dy.astype(BFLOAT16))
 
 

@@ -32,6 +32,7 @@ from gpu.test_layer_gpu import (
     Inputs,
     as_host,
     assert_same,
+    collect,
     make_inputs,
     on_device,
     rank_arguments,
@@ -276,3 +277,48 @@ def test_a_forward_with_other_weights_lets_go_of_held_ones() -> None:
         pytest.skip("hold_weights is for the Hopper kernels")
     config = MoEConfig(**LAYER)
     check_a_forward_between_held_ones(config, edge_inputs(config, "plain", 40))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["auto", "portable"])
+def test_a_captured_step_quantises_what_lies_there(path: str) -> None:
+    """One CUDA graph of forward and backward; tokens, routes, dy and weights change in place."""
+    cupy = pytest.importorskip("cupy")
+    config, count = MoEConfig(**LAYER, shared_intermediate_size=24), 90
+    batches = [make_inputs(config, (count,), seed) for seed in (1, 2, 3)]
+
+    def arrays_of(batch: Inputs) -> list[np.ndarray]:
+        weights = [as_host(w) for part in (batch.experts, batch.shared) for w in part]
+        return [*(as_host(a) for a in (batch.x, batch.ids, batch.weights, batch.dy)), *weights]
+
+    def work(heap):
+        workspace = DeviceWorkspace(config, heap, count, path=path)
+        if device_arch() == "sm_90a" and path == "auto":
+            assert layer.path_name(workspace) == "hopper"
+        arrays = [cupy.asarray(a) for a in arrays_of(batches[0])]
+        x, ids, weights, dy = arrays[:4]
+        experts, shared = ExpertWeights(*arrays[4:7]), ExpertWeights(*arrays[7:])
+
+        def step():
+            routes = (x, ids, weights, experts, shared)
+            y, context = layer.forward(config, heap, *routes, workspace, "all")
+            return y, layer.backward(context, dy)
+
+        step()  # everything is loaded and allocated
+        heap.check(config.top_k)
+        stream = cupy.cuda.get_current_stream()
+        stream.begin_capture()
+        y, gradients = step()
+        graph = stream.end_capture()
+        results = []
+        for batch in (*batches[1:], batches[0]):
+            for array, values in zip(arrays, arrays_of(batch), strict=True):
+                array.set(values)
+            graph.launch(stream)
+            heap.check(config.top_k)
+            results.append(collect(y, gradients))
+        return results
+
+    results = run_virtual_cuda_ranks(1, work, timeout_s=60)[0]
+    for result, batch in zip(results, (*batches[1:], batches[0]), strict=True):
+        assert_same([result], reference(config, batch))

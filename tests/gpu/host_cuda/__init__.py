@@ -152,6 +152,9 @@ class HostKernels:
         """The bytes of a global variable, to read and write."""
         return np.frombuffer((ctypes.c_uint8 * num_bytes).in_dll(self._library, name), np.uint8)
 
+    def limit_shared(self, num_bytes: int) -> None:
+        """Dynamic shared memory of the launches that follow; looked at by Hopper's kernels."""
+
     def launch(
         self, kernel: str, grid: tuple[int, ...], threads: int, arguments: list[Any]
     ) -> None:

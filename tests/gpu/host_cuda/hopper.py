@@ -2,7 +2,8 @@
 
 Warps run at random paces, copies by TMA and products of tensor cores happen at random times between
 their start and the wait for them, all by one seed. An order that barriers do not force shows as
-wrong bits, a barrier that is used wrongly as a message or as a standstill. One CTA; no clusters.
+wrong bits, a barrier that is used wrongly as a message or as a standstill. CTAs run one after the
+other, those of a cluster together.
 Registers, speed and the memory model are not imitated.
 """
 
@@ -56,8 +57,13 @@ class HopperKernels(HostKernels):
         """Paces of the launches that follow."""
         self._library.set_hopper_seed(value)
 
+    def limit_shared(self, num_bytes: int) -> None:
+        """Dynamic shared memory of the launches that follow: accesses beyond it are mistakes."""
+        self._library.set_hopper_shared_bytes(num_bytes)
+
     def launch_at(self, kernel: str, grid: tuple[int, ...], threads: int, arguments: int) -> None:
         """Raises: RuntimeError where a device would hang, fault or go wrong unnoticed."""
+        self._library.set_hopper_cluster(getattr(self._library, f"ctas_of_{kernel}")())
         super().launch_at(kernel, grid, threads, arguments)
         self._library.hopper_mistake.restype = ctypes.c_char_p
         mistake = self._library.hopper_mistake().decode()
@@ -77,12 +83,18 @@ class HopperKernels(HostKernels):
         source = (CUDA_SRC / source_name).read_text()
         body = ['#include "intrinsics.h"', self._translate(source), '#include "mxfp8.cuh"', _E4M3]
         body += ['#include "scheduler.h"', "using namespace mok;", launchers(_plain(source))]
+        body.append(_cluster_sizes(source))
         (build / "kernels.cc").write_text("\n".join(body))
 
     @staticmethod
     def _translate(text: str) -> str:
         shared = r"extern __shared__ __align__\(1024\) unsigned char (\w+)\[\];"
-        text = re.sub(shared, r"alignas(1024) static unsigned char \1[1 << 18];", text)
+        of_cluster = (
+            r"alignas(1024) static unsigned char \1_of_cluster[2 << mok::kHostCtaBits];"
+            r" unsigned char* const \1 ="
+            r" \1_of_cluster + (mok::cluster_ctarank() << mok::kHostCtaBits);"
+        )
+        text = re.sub(shared, of_cluster, text)
         return translate(re.sub(r"__cluster_dims__\([^)]*\)", "", text))
 
 
@@ -91,8 +103,19 @@ def _plain(source: str) -> str:
     return re.sub(r"(__(launch_bounds|cluster_dims)__\([^)]*\)|MOK_CLUSTER_DIMS)\s*", "", source)
 
 
+def _cluster_sizes(source: str) -> str:
+    """C functions ctas_of_<kernel>: CTAs of its clusters."""
+    attribute = r"(?:__\w+__\([^)]*\)\s*|MOK_CLUSTER_DIMS\s+)*"
+    text = []
+    for attributes, name in re.findall(rf'"C" __global__ void\s+({attribute})(\w+)\(', source):
+        dims = re.search(r"__cluster_dims__\((\d+)", attributes)
+        size = "kClusterSize" if "MOK_CLUSTER_DIMS" in attributes else dims[1] if dims else "1"
+        text.append(f'extern "C" unsigned ctas_of_{name}() {{ return {size}; }}')
+    return "\n".join(text)
+
+
 def _not_imitated() -> str:
-    """Stubs of ptx.cuh's other functions (clusters, named barriers), which end the test."""
+    """Stubs of ptx.cuh's other functions, which end the test."""
     declared = r"^(?:MOK_DEVICE|inline|void) (?:\w+ )?(\w+)\("
     names, ours = (
         set(re.findall(declared, path.read_text(), re.MULTILINE))
@@ -126,8 +149,25 @@ def _tensor_core() -> str:
 def _scheduled_host_cuda() -> str:
     """host_cuda.h with the random scheduler; a thread that polls a counter lets others run."""
     text = (HERE / "host_cuda.h").read_text()
-    text = text.replace("++blockIdx.x) run_block();", "++blockIdx.x) hopper_run_block();")
-    text = text.replace("inline void run_grid(", "void hopper_run_block();\ninline void run_grid(")
+    replaced = {
+        "for (blockIdx.x = 0; blockIdx.x < shape[0]; ++blockIdx.x) run_block();": (
+            "for (first_cta = 0; first_cta < shape[0]; first_cta += cluster_size)"
+            " hopper_run_block();"
+        ),
+        "if (fibers.size() != shape[2]) fibers = std::vector<Fiber>(shape[2]);": (
+            "if (const size_t number = shape[2] * cluster_size; fibers.size() != number)"
+            " fibers = std::vector<Fiber>(number);"
+        ),
+        "inline void run_grid(": "void hopper_run_block();\ninline void run_grid(",
+        "threadIdx.x = static_cast<unsigned>(index);": (
+            "threadIdx.x = static_cast<unsigned>(index) % blockDim.x;\n"
+            "  blockIdx.x = first_cta + static_cast<unsigned>(index) / blockDim.x;"
+        ),
+        "inline void resume(": "inline unsigned cluster_size = 1, first_cta;\ninline void resume(",
+    }
+    for old, new in replaced.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
     nobody = "constexpr size_t kNobody = ~size_t{0};\ninline size_t current = kNobody;"
     text = text.replace("inline size_t current;", nobody)
     poll = "inline void ptx_ld_acquire_gpu_global_u32(unsigned& value, const unsigned* address) {"

@@ -339,6 +339,12 @@ inline void ptx_ld_acquire_sys_global_u32(unsigned& value, const unsigned* addre
 inline void ptx_red_release_gpu_global_add_u32(unsigned* address, unsigned value) { *address += value; }
 inline void ptx_red_release_sys_global_add_u32(unsigned* address, unsigned value) { *address += value; }
 inline void ptx_atom_relaxed_gpu_global_add_u32(unsigned& old, unsigned* address) { old = (*address)++; }
+inline void ptx_atom_acq_rel_gpu_global_add_u32(unsigned& old, unsigned* address, unsigned value) {
+  old = *address;
+  *address += value;
+}
+inline void ptx_st_release_gpu_global_u32(unsigned* address, unsigned value) { *address = value; }
+inline void ptx_nanosleep_u32(unsigned) {}
 inline void ptx_fence_acq_rel_sys() {}
 inline void ptx_fence_proxy_async_global() {}
 inline void ptx_fence_proxy_async_shared_cta() {}

@@ -1,4 +1,4 @@
-// Stands in for cuda_src/ptx.cuh when Hopper kernels run on the CPU: same functions, one CTA, no clusters.
+// Stands in for cuda_src/ptx.cuh when Hopper kernels run on the CPU: same functions, one CTA or cluster at a time.
 //
 // Copies by TMA are not carried out where they are issued: they wait in lists from which scheduler.h takes them at
 // random times. Mistakes that would go unnoticed or hang on a device end the launch with a message: arriving too often
@@ -14,7 +14,17 @@
 
 namespace mok {
 
-// ---- state of the running CTA ----
+// ---- state of the running CTA or cluster ----
+
+// Addresses in shared memory carry their CTA's number in the cluster above the bytes that a CTA may have.
+constexpr u32 kHostCtaBits = 18;
+constexpr u32 kHostOffset = (1 << kHostCtaBits) - 1;
+
+inline u32 host_thread() { return static_cast<u32>(host_cuda::current); }
+inline i32 lane_id() { return host_thread() % kWarpSize; }
+inline u32 cluster_ctarank() { return host_thread() / blockDim.x; }
+inline bool elect_one() { return threadIdx.x % kWarpSize == 0; }
+inline u32 host_remote(u32 address, u32 cta) { return (address & kHostOffset) | cta << kHostCtaBits; }
 
 struct HostBarrier {
   i32 count = 0, pending = 0;
@@ -35,9 +45,18 @@ struct HostCopy {
   u32 barrier;  // loads only
 };
 
+// Eight bytes on their way into another CTA's shared memory.
+struct HostLetter {
+  u32 address, barrier;
+  u64 value;
+};
+
+inline u32 host_shared_bytes = 1 << kHostCtaBits;  // dynamic shared memory of the launch
+
 struct HostCta {
   unsigned char* shared = nullptr;
   std::map<u32, HostBarrier> barriers;
+  std::vector<HostLetter> letters;
   std::vector<HostCopy> loads;
   std::map<u32, std::vector<HostCopy>> open_stores;                // by thread
   std::map<u32, std::deque<std::vector<HostCopy>>> store_groups;   // committed
@@ -54,7 +73,7 @@ inline void host_mistake(const char* what, u32 where) {
   const bool in_thread = host_cuda::current != host_cuda::kNobody;
   host_cta.mistake = std::string(what) + " at shared address " + std::to_string(where);
   if (!in_thread) return;
-  host_cta.mistake += " by thread " + std::to_string(threadIdx.x);
+  host_cta.mistake += " by thread " + std::to_string(host_thread());
   host_cuda::wait(host_cuda::State::kDone);
 }
 
@@ -63,12 +82,13 @@ inline void host_pause() { host_cuda::wait(host_cuda::State::kReady); }
 template <class T>
 T& host_shared(u32 address) {
   if (address % sizeof(T) != 0) host_mistake("misaligned access", address);
+  if ((address & kHostOffset) + sizeof(T) > host_shared_bytes) host_mistake("access beyond the shared memory", address);
   return *reinterpret_cast<T*>(host_cta.shared + address);
 }
 
 inline u32 shared_address(const void* pointer) {
   auto* bytes = static_cast<unsigned char*>(const_cast<void*>(pointer));
-  if (host_cta.shared == nullptr) host_cta.shared = bytes;
+  if (host_cta.shared == nullptr) host_cta.shared = bytes - (cluster_ctarank() << kHostCtaBits);
   return static_cast<u32>(bytes - host_cta.shared);
 }
 
@@ -109,11 +129,18 @@ inline void mbarrier_arrive_expect_tx(u32 address, u32 bytes) {
   mbarrier_arrive(address);
 }
 
-inline bool mbarrier_test_wait(u32 address, u32 parity) { return (host_barrier(address).phase & 1) != parity; }
+inline bool host_complete_phase(u32 address, u32 parity) { return (host_barrier(address).phase & 1) != parity; }
+
+// Others may run after a "no": it may be asked in a loop.
+inline bool mbarrier_test_wait(u32 address, u32 parity) {
+  const bool complete = host_complete_phase(address, parity);
+  if (!complete) host_pause();
+  return complete;
+}
 
 inline bool mbarrier_try_wait(u32 address, u32 parity) {
-  if (!mbarrier_test_wait(address, parity)) host_pause();
-  return mbarrier_test_wait(address, parity);
+  if (!host_complete_phase(address, parity)) host_pause();
+  return host_complete_phase(address, parity);
 }
 
 inline void mbarrier_arrive_if(u32 address, bool condition) {
@@ -121,9 +148,9 @@ inline void mbarrier_arrive_if(u32 address, bool condition) {
 }
 
 inline void mbarrier_wait(u32 address, u32 parity) {
-  host_cta.awaited[threadIdx.x] = address;
-  while (!mbarrier_test_wait(address, parity)) host_pause();
-  host_cta.awaited[threadIdx.x] = 0;
+  host_cta.awaited[host_thread()] = address;
+  while (!host_complete_phase(address, parity)) host_pause();
+  host_cta.awaited[host_thread()] = 0;
 }
 
 // ---- TMA ----
@@ -184,6 +211,7 @@ inline void host_store(const HostCopy& copy) {
 
 inline void host_issue_load(u32 target, const TensorMap* map, u32 barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
   if (target % 128 != 0) host_mistake("misaligned target of a copy", target);
+  if ((target & kHostOffset) >= host_shared_bytes) host_mistake("copy beyond the shared memory", target);
   host_cta.loads.push_back(HostCopy{*map, {c0, c1, c2, c3, 0}, target, barrier});
 }
 
@@ -200,23 +228,86 @@ inline void tma_load_4d(u32 target, const TensorMap* map, i32 c0, i32 c1, i32 c2
 }
 
 inline void tma_store_3d(const TensorMap* map, u32 source, i32 c0, i32 c1, i32 c2) {
-  host_cta.open_stores[threadIdx.x].push_back(HostCopy{*map, {c0, c1, c2, 0, 0}, source, 0});
+  host_cta.open_stores[host_thread()].push_back(HostCopy{*map, {c0, c1, c2, 0, 0}, source, 0});
 }
 
 inline void bulk_commit_group() {
-  host_cta.store_groups[threadIdx.x].push_back(std::move(host_cta.open_stores[threadIdx.x]));
-  host_cta.open_stores[threadIdx.x].clear();
+  host_cta.store_groups[host_thread()].push_back(std::move(host_cta.open_stores[host_thread()]));
+  host_cta.open_stores[host_thread()].clear();
 }
 
 template <int kPending>
 void bulk_wait_group() {
-  const auto& groups = host_cta.store_groups[threadIdx.x];
+  const auto& groups = host_cta.store_groups[host_thread()];
   while (groups.size() > kPending) host_pause();
 }
 
 template <int kPending>
 void bulk_wait_group_read() {
   bulk_wait_group<kPending>();
+}
+
+// ---- named barriers ----
+
+struct HostNamedBarrier {
+  i32 arrived = 0;
+  u64 turn = 0;
+};
+
+inline std::map<i32, HostNamedBarrier> host_named_barriers;
+
+inline void host_arrive(i32 barrier_number, i32 threads) {
+  HostNamedBarrier& barrier = host_named_barriers[barrier_number];
+  if (++barrier.arrived < threads) return;
+  barrier.arrived = 0;
+  ++barrier.turn;
+  ++host_cta.progress;
+}
+
+inline void host_meet(i32 barrier_number, i32 threads) {
+  const u64 turn = host_named_barriers[barrier_number].turn;
+  host_arrive(barrier_number, threads);
+  while (host_named_barriers[barrier_number].turn == turn) host_pause();
+}
+
+inline i32 host_barrier_number(i32 id) { return id + 16 * static_cast<i32>(cluster_ctarank()); }
+inline void named_barrier_arrive(i32 id, i32 threads) { host_arrive(host_barrier_number(id), threads); }
+inline void named_barrier_sync(i32 id, i32 threads) { host_meet(host_barrier_number(id), threads); }
+
+// ---- clusters ----
+
+inline void cluster_sync() { host_meet(-1, static_cast<i32>(host_cuda::fibers.size())); }
+
+inline void mbarrier_arrive_cluster(u32 address, u32 cta) {
+  if (host_cuda::fibers[cta * blockDim.x].state == host_cuda::State::kDone) host_mistake("its CTA has left", address);
+  mbarrier_arrive(host_remote(address, cta));
+}
+
+template <class... Corner>
+void host_multicast(u32 target, const TensorMap* map, u32 barrier, u16 mask, Corner... corner) {
+  for (u32 cta = 0; mask >> cta != 0; ++cta)
+    if (mask >> cta & 1) host_issue_load(host_remote(target, cta), map, host_remote(barrier, cta), corner...);
+}
+
+inline void tma_load_2d_cluster(u32 target, const TensorMap* map, i32 c0, i32 c1, u32 barrier, u16 mask) {
+  host_multicast(target, map, barrier, mask, c0, c1, 0, 0);
+}
+
+inline void tma_load_4d_cluster(u32 target, const TensorMap* map, i32 c0, i32 c1, i32 c2, i32 c3, u32 barrier,
+                                u16 mask) {
+  host_multicast(target, map, barrier, mask, c0, c1, c2, c3);
+}
+
+inline void st_async_cluster_u64(u32 address, u32 barrier, u32 cta, u64 value) {
+  host_cta.letters.push_back(HostLetter{host_remote(address, cta), host_remote(barrier, cta), value});
+}
+
+inline void host_deliver(const HostLetter& letter) {
+  host_shared<u64>(letter.address) = letter.value;
+  HostBarrier& barrier = host_barrier(letter.barrier);
+  barrier.bytes -= 8;
+  host_complete(barrier);
+  ++host_cta.progress;
 }
 
 // ---- shared memory ----
@@ -295,7 +386,7 @@ inline void st_global_v4(void* pointer, u32 x, u32 y, u32 z, u32 w) {
 
 inline void st_global_v4(void* pointer, const uint4& value) { st_global_v4(pointer, value.x, value.y, value.z, value.w); }
 
-// ---- what one CTA without clusters does not need ----
+// ---- what a CPU does not need ----
 
 inline void keep_in_register(u32&) {}
 template <i32 kHalf>

@@ -1,4 +1,4 @@
-// Runs a CTA of a Hopper kernel: warps at random paces, copies and products at random times, all from one seed.
+// Runs a CTA or a cluster of a Hopper kernel: warps at random paces, copies and products at random times, all from one seed.
 
 namespace host_cuda {
 
@@ -42,6 +42,16 @@ inline void run_copies_and_products(const Paces& paces) {
     loads.erase(loads.begin() + i);
     mok::host_load(copy);
   }
+  auto& letters = mok::host_cta.letters;
+  for (size_t i = 0; i < letters.size();) {
+    if (!chance(paces.loads)) {
+      ++i;
+      continue;
+    }
+    const mok::HostLetter letter = letters[i];
+    letters.erase(letters.begin() + i);
+    mok::host_deliver(letter);
+  }
   for (auto& [thread, groups] : mok::host_cta.store_groups) {
     if (groups.empty() || !chance(paces.stores)) continue;
     for (const auto& copy : groups.front()) mok::host_store(copy);
@@ -73,6 +83,7 @@ inline void hopper_run_block() {
   constexpr mok::u64 kPatience = 300000;
   mok::host_cta = mok::HostCta{};
   mok::host_products.clear();
+  mok::host_named_barriers.clear();
   mok::host_cta.random.seed(hopper_seed++);
   mok::host_cta.awaited.assign(fibers.size(), 0);
   start_fibers();
@@ -92,7 +103,8 @@ inline void hopper_run_block() {
       if (runs) release(warp * 32, warp * 32 + 32, State::kAtWarp);
     }
     if (!alive) return;
-    release(0, fibers.size(), State::kAtBlock);
+    for (size_t first = 0; first < fibers.size(); first += blockDim.x)
+      release(first, first + blockDim.x, State::kAtBlock);
     run_copies_and_products(paces);
     if (!mok::host_cta.mistake.empty()) return;
     quiet = mok::host_cta.progress == seen ? quiet + 1 : 0;
@@ -107,5 +119,9 @@ inline void hopper_run_block() {
 }  // namespace host_cuda
 
 extern "C" const char* hopper_mistake() { return mok::host_cta.mistake.c_str(); }
+
+extern "C" void set_hopper_shared_bytes(unsigned bytes) { mok::host_shared_bytes = bytes; }
+
+extern "C" void set_hopper_cluster(unsigned ctas) { host_cuda::cluster_size = ctas; }
 
 extern "C" void set_hopper_seed(unsigned seed) { host_cuda::hopper_seed = seed; }
