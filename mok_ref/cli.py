@@ -375,8 +375,8 @@ def bench(
     sizes: Annotated[
         str | None,
         typer.Option(
-            help="cpu: small, medium; cuda: table, small, all, mxfp8, save, ranks, around, growth; "
-            "or NxHxIxExK."
+            help="cpu: small, medium; cuda: table, small, all, mxfp8, save, ranks, around, growth, "
+            "energy; or NxHxIxExK."
         ),
     ] = None,
     ranks: Annotated[

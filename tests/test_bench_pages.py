@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from mok_ref.bench import entry, links_page, links_run, mxfp8, page, tasks
 from mok_ref.bench.cases import CASES, TABLE_CASES, BenchCase, routes
-from mok_ref.bench.commands import parse_sizes
+from mok_ref.bench.commands import parse_peers, parse_sizes
 from mok_ref.bench.cpu import bench_cpu
+from mok_ref.bench.energy import Recorder, dense_bytes, layer_bytes, ratio_bound
 from mok_ref.bench.growth import (
     ALL_TO_ONE,
     AXES,
@@ -27,8 +31,20 @@ from mok_ref.bench.growth import (
     draw_growth,
     limit_ms,
 )
-from mok_ref.bench.page import tables_of
+from mok_ref.bench.page import growth_table, tables_of
+from mok_ref.bench.page_runs import (
+    WHY,
+    draw_runs,
+    other_targets_table,
+    peers_table,
+    power_table,
+    quotients,
+    runs_list,
+    runs_of_one_kind,
+    targets_table,
+)
 from mok_ref.bench.report_files import BEGIN, END, write_between_markers
+from mok_ref.bench.timing import Protocol, Timing
 from mok_ref.bench.variants import AroundRow, RankRow, SavingRow
 from mok_ref.heap import cuda_device
 from mok_ref.install import install_hint
@@ -130,6 +146,7 @@ def report() -> dict:
         "around": [
             asdict(AroundRow("qwen3", "schedule", 21.0, None)),
             asdict(AroundRow("qwen3", "y", 75.0, 4.02)),
+            asdict(AroundRow("qwen3", "dx", 80.0, 4.0, own_launch=False)),
         ],
         "growth": [asdict(row) for row in growth_rows()],
         "ceilings": CEILINGS,
@@ -137,14 +154,19 @@ def report() -> dict:
 
 
 def test_a_page_holds_what_the_report_has() -> None:
-    made = tables_of(report(), "curves.svg")
-    assert "| qwen3 | 0.900 (0.900) | 0.82 | 0.800 (0.900) | 0.75 | **0.500** (0.900) |" in made
+    made = tables_of(report())
+    sizes = "8192 2048 768 128 8"
+    assert f"| qwen3 ({sizes}) | backward | mok_ref | 4.000 | 600 | 0.500 | 4.400 | 0.900 |" in made
     assert "dsv3-rank" not in made  # not run
     assert "| qwen3 | 512 / 2048 | none | 0 | 1.000 | 5.000 | +25.0 % |" in made
     assert "| qwen3 | 4 | forward | 2.000 | 1.000 |" in made
-    assert "| qwen3 | schedule | 21.0 | – |" in made and "| qwen3 | y | 75.0 | 4.02 |" in made
-    assert "| skew | all to one | 6.000 | 3.000 | 6.000 | 3.000 | memory |" in made
-    assert "(curves.svg)" in made
+    assert "| qwen3 | schedule | 21.0 | 0.5 % of forward | – |" in made
+    assert "| qwen3 | y | 75.0 | 1.9 % of forward | 4.02 |" in made
+    assert "| qwen3 | dx | 80.0 | inside | 4.00 |" in made
+    curves = "\n".join(growth_table(report(), "curves.svg"))
+    one = "6.000 | 3.000 | 2.00"
+    assert f"| skew | all to one | {one} | {one} | memory |" in curves
+    assert "(curves.svg)" in curves
 
 
 PAGES = {
@@ -179,9 +201,189 @@ def test_kernels_of_a_report_are_named() -> None:
 
 def test_host_times_of_older_kernels_are_marked() -> None:
     made = report()
-    assert "Host time per forward call with those older kernels and launches: 30" in tables_of(made)
+    older = "Host time per forward call with those older kernels and launches: 30"
+    assert older in tables_of(made)
     made["device"]["kernels"] = entry.kernels_name()
     assert "Host time per forward call: 30 to 30 us" in tables_of(made)
+
+
+# --------------------------------------------------------------------------- runs together
+
+
+def run_of(hour: int, forward: float, kernels: str = "", **more: Any) -> dict[str, Any]:
+    """A run of qwen3 at this hour, on a card of its own."""
+    made = report()
+    made["device"] |= {"time": f"{hour:02}:00 UTC", "gpu_id": f"card{hour}"}
+    made["device"]["kernels"] = kernels or entry.kernels_name()
+    made["rows"][0]["ratio_sustained"] = forward
+    return made | more
+
+
+def test_a_target_is_judged_by_the_median_over_runs() -> None:
+    runs = [run_of(1, 0.85), run_of(2, 0.80), run_of(3, 0.81)]
+    (row,) = [line for line in targets_table(runs, TABLE_CASES) if line.startswith("| qwen3")]
+    why_not = "[why](#fine-grained-experts-forward)"
+    assert row.startswith(f"| qwen3 | **0.810** (0.800 – 0.850) {why_not} | 0.82 | 0.800 ")
+    assert row.endswith("| 3 |")
+    met = targets_table(runs[:1], TABLE_CASES)[-1]
+    assert met.startswith("| qwen3 | 0.850 | 0.82 | 0.800 | 0.75 | **0.500** [why](")
+
+
+def test_runs_of_other_kernels_are_left_out() -> None:
+    present, older = run_of(1, 0.8), run_of(2, 0.7, kernels="0123456789ab")
+    assert runs_of_one_kind([older, present]) == [present]
+    oldest = run_of(1, 0.6, kernels="ba9876543210")
+    assert runs_of_one_kind([older, oldest]) == [older]  # the latest, where none is present
+
+
+def test_every_run_names_its_card() -> None:
+    runs = [run_of(1, 0.8), report()]
+    lines = runs_list(runs, {id(run): "[r](r)" for run in runs})
+    assert "| 1 | 2026-11-29 01:00 UTC | G | card1 | 1, 13.0 |" in lines[2]
+    assert "| 2 | 2026-11-29 | G | not recorded | 1, 13.0 | not recorded | [r](r) |" in lines[3]
+
+
+def test_others_are_compared_inside_a_run() -> None:
+    runs = [run_of(1, 0.8), run_of(2, 0.9)]
+    for run, ratio in zip(runs, (0.6, 0.9)):
+        run["rows"].append(run["rows"][0] | {"contender": "SonicMoE", "ratio_sustained": ratio})
+    assert quotients(runs, "qwen3", "forward", "mok_ref", "SonicMoE") == pytest.approx([4 / 3, 1.0])
+    (row,) = [line for line in peers_table(runs) if line.startswith("| qwen3")]
+    assert "| 0.750 (0.600 – 0.900) | 1.17 (1.00 – 1.33) |" in row
+
+
+def test_the_other_targets_have_rows() -> None:
+    runs = [run_of(1, 0.8, saving_cost={"qwen3": 1.05}), run_of(2, 0.8, saving_cost={"qwen3": 1.0})]
+    runs[0]["ranks"].append(asdict(RankRow("kimi-16", 4, "forward", 2.0, 1.2)))
+    why_not = "[why](#saving-ranks-schedule-host-time)"
+    made = other_targets_table(runs)
+    saving = "| forward that saves / that does not | qwen3 | 1.025 (1.000 – 1.050) | 1.03 | 2 |"
+    assert saving in made
+    assert "| schedule kernels alone, us | qwen3 | 21.0 (21.0 – 21.0) | 40.0 | 2 |" in made
+    kimi = f"| 4 virtual ranks / one, forward | kimi-16 | **1.200** {why_not} | 1.10 | 1 |"
+    assert kimi in made
+    assert any(line.startswith("| 4 virtual ranks / one, forward | qwen3 | 1.000") for line in made)
+    host = "| host time of a forward call, us | slowest of a run | 30.0 (30.0 – 30.0) | 50.0 | 2 |"
+    assert host in made
+
+
+def test_reasons_of_missed_targets_are_headings_of_the_page() -> None:
+    headings = re.findall(r"^#+ (.+)$", (DOCS / "results.md").read_text("utf-8"), re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+    assert {link.removeprefix("#") for link in WHY.values()} <= anchors
+
+
+# --------------------------------------------------------------------------- energy
+
+
+TINY = BenchCase("tiny", 3, 10, 20, 4, 2, "one")
+COPY = {"idle_watts": 100.0, "watts": 500.0, "tbytes_per_s": 4.0, "pj_per_byte": 100.0}
+
+
+def test_bytes_of_dense_and_of_the_layer_by_hand() -> None:
+    rows, expert = 3 * 2, 3 * 10 * 20
+    x = y = dx = dy = rows * 10
+    gate_up, h = rows * 40, rows * 20
+    assert dense_bytes(TINY, "forward") == 2 * (x + gate_up + h + y + expert)
+    up_down = (dy + h) + (gate_up + dx)  # data gradients
+    assert dense_bytes(TINY, "backward") == 2 * (up_down + (dy + h) + (gate_up + x) + 2 * expert)
+    tokens = 3 * 10
+    assert layer_bytes(TINY, "forward", False) == 2 * (expert + x + 2 * h + 2 * y + tokens)
+    moved = (1 + 4) * expert + (dy + gate_up + 2 * gate_up + h + 2 * dx + tokens)
+    assert layer_bytes(TINY, "backward", False) == 2 * (moved + dy + x + gate_up + h)
+    for direction in DIRECTIONS:
+        ring = layer_bytes(TINY, direction, True) - layer_bytes(TINY, direction, False)
+        assert ring == 2 * (tokens + x)
+
+
+def test_the_bound_is_dense_where_nothing_more_is_moved() -> None:
+    case = CASES["qwen3"]
+    extra = layer_bytes(case, "forward", False) - dense_bytes(case, "forward")
+    assert ratio_bound(case, "forward", 0.5, 100.0, False) == 0.5 / (0.5 + extra * 100e-12)
+    assert ratio_bound(case, "forward", 0.5, 0.0, True) == 1.0
+    with_ring, without = (ratio_bound(case, "backward", 1.0, 90.0, r) for r in (True, False))
+    assert with_ring < without < 1
+
+
+def test_power_is_read_between_steps_of_the_counter() -> None:
+    samples = [(0.0, 5.0, 100), (1.0, 10.0, 1400), (1.5, 20.0, 1500), (2.0, 30.0, 1600)]
+    recorder = Recorder(cast(Any, None), samples)
+    assert recorder.between(0.5, 2.5) == (20.0, 1500.0)
+    with pytest.raises(RuntimeError, match=r"took 1 steps in 0\.90 s"):
+        recorder.between(1.1, 2.0 - 1e-9)
+
+
+def test_what_power_leaves() -> None:
+    def row(contender: str, ms: float, joules: float, mhz: float) -> dict:
+        made = {"case": "qwen3", "direction": "forward", "contender": contender, "ms": ms}
+        return made | {"joules": joules, "watts": 700.0, "mhz": mhz}
+
+    rows = [row("dense cuBLAS", 1.0, 0.7, 1500.0), row("mok_ref", 1.25, 0.875, 1200.0)]
+    run = run_of(1, 0.8, energy=rows, copy=COPY)
+    bounds = [ratio_bound(CASES["qwen3"], "forward", 0.7, 100.0, ring) for ring in (False, True)]
+    cells = " | ".join(f"{value:.3f}" for value in (*bounds, 0.8, 0.8, 1.0))
+    assert power_table([run])[-1] == f"| qwen3 | forward | {cells} | 1200 | 1500 |"
+    assert "| qwen3 | forward | mok_ref | 1.250 | 0.875 | 700 | 1200 | 1.50 |" in tables_of(run)
+    assert power_table([run_of(1, 0.8)]) == []
+    with pytest.raises(KeyError, match="copy must hold"):
+        tables_of(run | {"copy": {}})
+
+
+# --------------------------------------------------------------------------- timing
+
+
+def test_a_ratio_is_paired_by_round() -> None:
+    slow_then_fast = Timing(sustained=[[2.0, 2.0, 9.0], [1.0, 1.0], [1.0]])
+    other = Timing(sustained=[[4.0], [2.0, 2.2, 2.0], [2.0]])
+    assert other.ratio(slow_then_fast, "sustained") == 2.0
+    assert other.median("sustained") == 2.0  # of calls, not of rounds
+
+
+def test_turns_are_long_enough_for_the_clock() -> None:
+    protocol = Protocol(repeats=20, rounds=3, skip_s=0.15, turn_s=0.25)
+    assert protocol.calls(1.0, 1.0) == (150, 250)
+    assert protocol.calls(1.0, 0.5) == (75, 125)
+    assert protocol.calls(100.0, 1.0) == (2, 7)  # at least 20 calls in 3 rounds
+    assert protocol.calls(0.01, 1.0) == (400, 400)
+    assert Protocol(repeats=3000).calls(0.01, 1.0) == (400, 3000)
+
+
+# --------------------------------------------------------------------------- others
+
+
+def test_others_that_were_left_out_are_named() -> None:
+    made = run_of(1, 0.8, peers={"SonicMoE": "sonic-moe 1"}, left_out={"SonicMoE on qwen3": "no"})
+    made["peer_errors"] = {"SonicMoE on qwen3": 0.5}
+    text = tables_of(made)
+    assert "- Left out: SonicMoE on qwen3: no." in text and "sonic-moe 1" not in text
+    assert "against this layer's" not in text
+    made["rows"].append(made["rows"][0] | {"contender": "SonicMoE"})
+    made |= {"left_out": {}, "peer_errors": {"SonicMoE on qwen3": 0.004}}
+    text = tables_of(made)
+    assert "- SonicMoE: sonic-moe 1." in text and "at most 4.0e-03." in text
+
+
+def test_peers_that_are_known() -> None:
+    assert parse_peers("sonicmoe,liger,dense") == ("dense cuBLAS", "SonicMoE", "Liger")
+    with pytest.raises(ValueError, match="sonicmoe, liger, dense, got 'sonic'"):
+        parse_peers("sonic")
+
+
+def test_the_example_times_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = DOCS.parent / "examples" / "09_bench.py"
+    spec = importlib.util.spec_from_file_location("example_bench", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert example.main([str(tmp_path / "r.json")]) == 0
+    timings = json.loads((tmp_path / "r.json").read_text())
+    assert [(t["name"], t["ranks"]) for t in timings] == [
+        (name, ranks) for name in ("64x64x32x8x2", "256x64x32x8x2") for ranks in (1, 2)
+    ]
+    assert "on the CPU, because" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------- errors
@@ -255,3 +457,6 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     path = tmp_path / "growth.svg"
     draw_growth([asdict(row) for row in growth_rows()], path)
     assert path.read_text(encoding="utf-8").count("<path") > 10
+    for runs in ([run_of(1, 0.8), run_of(2, 0.9)], [report() | {"rows": []}]):
+        draw_runs(runs, path)
+        assert path.read_text(encoding="utf-8").startswith("<?xml")

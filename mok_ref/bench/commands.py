@@ -9,9 +9,9 @@ from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES, BenchCase
 from mok_ref.bench.timing import Protocol
 from mok_ref.casefile import write_whole
 
-EXPERIMENTS = ("save", "ranks", "around", "growth")
+EXPERIMENTS = ("save", "ranks", "around", "growth", "energy")
 """Words of --sizes beside cases: save modes, virtual ranks, kernels around the products, growth of
-the cost."""
+the cost, joules per call."""
 
 
 def parse_sizes(text: str) -> list[BenchCase | str]:
@@ -110,7 +110,7 @@ def bench_cuda(
     protocol = Protocol(repeats=repeats or 20, bursts=bursts)
     for what in chosen:
         if isinstance(what, str):
-            run_experiment(what, report)
+            run_experiment(what, report, opponents)
         else:
             bench_case(what, wanted, opponents, report, protocol)
         if output is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,12 +13,31 @@ import numpy as np
 
 from mok_ref.bench.cases import BenchCase
 from mok_ref.bench.check import check_bits
+from mok_ref.bench.energy import EnergyRow
 from mok_ref.bench.growth import GrowthRow
-from mok_ref.bench.peers import PEERS, BenchInputs, graphed, make_inputs
-from mok_ref.bench.timing import Protocol, Timing, host_us_per_call, time_contenders
+from mok_ref.bench.peers import (
+    PEERS,
+    BenchInputs,
+    graphed,
+    make_inputs,
+    relative_error,
+    software_of,
+)
+from mok_ref.bench.timing import (
+    Protocol,
+    Timing,
+    free_device_memory,
+    host_us_per_call,
+    time_contenders,
+)
 from mok_ref.bench.variants import AroundRow, RankRow, SavingRow
+from mok_ref.layer import moe_backward, moe_forward
 
 OURS, OURS_SAVING, OURS_BF16 = "mok_ref", "mok_ref, saving", "mok_ref, bf16 dW"
+# Relative error of a peer's y and dx up to which it does the same job; all peers compute in bf16.
+PEER_TOLERANCE = {"bf16": 0.03, "mxfp8": 0.2}
+FAR_AWAY = ("torch eager", "torch compiled", "Liger")  # need no long turns to be told apart
+SMALL_ROUNDS = 7
 SMALL_TOKENS = 512  # up to here everybody is replayed from a CUDA graph
 
 
@@ -32,7 +51,7 @@ class BenchRow:
     sustained_ms: float
     bursts_ms: float
     tflops: float
-    ratio_sustained: float  # time of dense cuBLAS / this time
+    ratio_sustained: float  # time of dense cuBLAS / this time, paired (Timing.ratio)
     ratio_bursts: float
     samples: int
     note: str = ""
@@ -47,12 +66,17 @@ class BenchReport:
     bits: dict[str, str] = field(default_factory=dict)  # case: "equal" or the first difference
     host_us: dict[str, float] = field(default_factory=dict)  # forward, by case
     host_backward_us: dict[str, float] = field(default_factory=dict)
+    saving_cost: dict[str, float] = field(default_factory=dict)  # time / without saving, paired
     left_out: dict[str, str] = field(default_factory=dict)  # peer: why
+    peers: dict[str, str] = field(default_factory=dict)  # peer: packages, versions, tuning
+    peer_errors: dict[str, float] = field(default_factory=dict)  # against this layer's y and dx
     saving: list[SavingRow] = field(default_factory=list)
     ranks: list[RankRow] = field(default_factory=list)
     around: list[AroundRow] = field(default_factory=list)
     growth: list[GrowthRow] = field(default_factory=list)
     ceilings: dict[str, float] = field(default_factory=dict)  # of the growth's model
+    energy: list[EnergyRow] = field(default_factory=list)
+    copy: dict[str, float] = field(default_factory=dict)  # what a byte costs, in joules
 
     def to_json(self) -> str:
         """What mok_ref/bench/page.py reads."""
@@ -60,8 +84,12 @@ class BenchReport:
 
 
 def device_facts() -> dict[str, str]:
-    """GPU, driver, date, kernels: what a figure is worth nothing without."""
+    """GPU, driver, date, kernels: what a figure is worth nothing without.
+
+    "gpu_id" tells cards apart: 8 hex digits of the SHA-256 of the card's UUID.
+    """
     import datetime
+    import hashlib
 
     import cupy
 
@@ -69,11 +97,14 @@ def device_facts() -> dict[str, str]:
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     version = cupy.cuda.runtime.driverGetVersion()
+    now = datetime.datetime.now(datetime.UTC)
     return {
         "gpu": properties["name"].decode(),
+        "gpu_id": hashlib.sha256(bytes(properties.get("uuid", b"unknown"))).hexdigest()[:8],
         "driver": _driver_version(),
         "cuda": f"{version // 1000}.{version % 1000 // 10}",
-        "date": datetime.date.today().isoformat(),
+        "date": now.date().isoformat(),
+        "time": now.strftime("%H:%M UTC"),
         "kernels": kernels_name(),
     }
 
@@ -110,7 +141,8 @@ class OurLayer:
         from mok_ref.gpu.workspace import DeviceWorkspace
         from mok_ref.heap.virtual_cuda import VirtualCudaWorld
 
-        case, inner = inputs.case, inputs.case.intermediate_size
+        self.case = case = inputs.case
+        inner = case.intermediate_size
         self._inputs = inputs
         sizes = (case.hidden_size, inner, case.num_experts, case.top_k)
         self.heap = VirtualCudaWorld(1).heap(0) if heap is None else heap
@@ -136,28 +168,32 @@ class OurLayer:
 
     def forward(self, save: str) -> Any:
         """y; the context stays for `backward`."""
-        from mok_ref.layer import moe_forward
-
         with torch_stream():
-            y, self.context = moe_forward(
-                self.config,
-                self.heap,
-                self.x,
-                self.ids,
-                self.topk_weights,
-                self.weights,
-                workspace=self.workspace,
-                save=save,
-            )
-        return y
+            return self.forward_on_stream(save)
 
     def backward(self) -> Any:
         """Backward of the last forward, again and again: its saved context counts as given."""
-        from mok_ref.layer import moe_backward
-
-        self.context.used = False
         with torch_stream():
-            return moe_backward(self.context, self.dy)
+            return self.backward_on_stream()
+
+    def forward_on_stream(self, save: str) -> Any:
+        """`forward` on CuPy's current stream, as a program that uses no torch calls it."""
+        y, self.context = moe_forward(
+            self.config,
+            self.heap,
+            self.x,
+            self.ids,
+            self.topk_weights,
+            self.weights,
+            workspace=self.workspace,
+            save=save,
+        )
+        return y
+
+    def backward_on_stream(self) -> Any:
+        """`backward` on CuPy's current stream."""
+        self.context.used = False
+        return moe_backward(self.context, self.dy)
 
     @contextmanager
     def on_portable_path(self) -> Iterator[OurLayer]:
@@ -211,91 +247,92 @@ def bench_case(
     protocol: Protocol,
 ) -> None:
     """Time all contenders of one case and check this layer's bits; adds to `report`."""
-    import gc
-
-    import torch
-
     inputs = make_inputs(case)
-    calls = {name: _peer_calls(name, inputs, report) for name in peers}
-    rng = np.random.default_rng(0)
-    _bench_layer(inputs, directions, calls, report, rng, protocol)
-    if "backward" in directions:
-        _bench_bf16_gradients(inputs, calls, report, rng, protocol)
-    del calls, inputs
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _bench_layer(
-    inputs: BenchInputs,
-    directions: tuple[str, ...],
-    calls: dict[str, dict[str, Callable[[], Any]]],
-    report: BenchReport,
-    rng: np.random.Generator,
-    protocol: Protocol,
-) -> None:
-    """Forward with and without saving, backward with float32 dW, beside all peers."""
-    case = inputs.case
-    layer = OurLayer(inputs)
+    layer, layer_bf16 = OurLayer(inputs), OurLayer(inputs, grad_dtype="bf16")
     report.bits[case.name] = check_bits(layer, protocol.numpy_samples)
+    calls = {name: peer_calls(name, inputs, report) for name in peers}
+    _check_peers(layer, calls, report)
+    rng = np.random.default_rng(0)
     for direction in directions:
-        peers = {name: call[direction] for name, call in calls.items() if direction in call}
-        ours: dict[str, Callable[[], Any]] = {OURS: layer.backward}
-        if direction == "forward":
-            ours = {OURS: partial(layer.forward, "none")}
-            ours[OURS_SAVING] = partial(layer.forward, "all")
-            report.host_us[case.name] = host_us_per_call(ours[OURS])
-        layer.forward("all")
-        if direction == "backward":
-            report.host_backward_us[case.name] = host_us_per_call(layer.backward)
-        _add_rows(case, direction, ours | peers, report, rng, protocol)
+        contenders = _our_calls(direction, layer, layer_bf16, report)
+        contenders |= {name: call[direction] for name, call in calls.items() if direction in call}
+        timings = _time(case, contenders, rng, protocol)
+        _add_rows(case, direction, timings, report)
     layer.close()
+    layer_bf16.close()
+    del calls, contenders, inputs, layer, layer_bf16
+    free_device_memory()
 
 
-def _bench_bf16_gradients(
-    inputs: BenchInputs,
-    calls: dict[str, dict[str, Callable[[], Any]]],
-    report: BenchReport,
-    rng: np.random.Generator,
-    protocol: Protocol,
-) -> None:
-    """Backward that writes dW in bf16, as the peers do, beside the same dense products."""
-    layer = OurLayer(inputs, grad_dtype="bf16")
-    layer.forward("all")
-    dense = calls["dense cuBLAS"]["backward"]
-    rows = BenchReport(report.device)
-    contenders = {OURS_BF16: layer.backward, "dense cuBLAS": dense}
-    _add_rows(inputs.case, "backward", contenders, rows, rng, protocol)
-    report.rows += [row for row in rows.rows if row.contender == OURS_BF16]
-    layer.close()
-
-
-def _peer_calls(
-    name: str, inputs: BenchInputs, report: BenchReport
+def _our_calls(
+    direction: str, layer: OurLayer, layer_bf16: OurLayer, report: BenchReport
 ) -> dict[str, Callable[[], Any]]:
+    """Forward with and without saving, or backward with float32 and bf16 dW; their host times."""
+    name = layer.case.name
+    if direction == "forward":
+        with torch_stream():
+            report.host_us[name] = host_us_per_call(partial(layer.forward_on_stream, "none"))
+        return {
+            OURS: partial(layer.forward, "none"),
+            OURS_SAVING: partial(layer.forward, "all"),
+        }
+    layer.forward("all")
+    layer_bf16.forward("all")
+    with torch_stream():
+        report.host_backward_us[name] = host_us_per_call(layer.backward_on_stream)
+    return {OURS: layer.backward, OURS_BF16: layer_bf16.backward}
+
+
+def peer_calls(name: str, inputs: BenchInputs, report: BenchReport) -> dict[str, Callable[[], Any]]:
     """A peer's callables; a peer that cannot run is left out and named."""
     try:
+        report.peers[name] = software_of(name)
         return PEERS[name](inputs)
-    except (ImportError, RuntimeError) as error:
-        report.left_out[f"{name} on {inputs.case.name}"] = str(error).split("\n")[0][:200]
+    except Exception as error:  # whatever foreign code raises, the others are still measured
+        _leave_out(name, inputs.case, report, error)
         return {}
 
 
-def _add_rows(
+def _leave_out(name: str, case: BenchCase, report: BenchReport, why: object) -> None:
+    report.left_out[f"{name} on {case.name}"] = str(why).strip().split("\n")[0][:200] or repr(why)
+
+
+def _check_peers(
+    layer: OurLayer, calls: dict[str, dict[str, Callable[[], Any]]], report: BenchReport
+) -> None:
+    """Each peer's y and dx against this layer's; one that differs or cannot run is left out."""
+    import torch
+
+    def of_ours(bits: Any) -> Any:
+        return torch.from_dlpack(bits.view(np.int16)).view(torch.bfloat16).clone()
+
+    y, dx = of_ours(layer.forward("all")), of_ours(layer.backward().dx)
+    for name in [name for name in calls if name != "dense cuBLAS" and calls[name]]:
+        try:
+            found = calls[name]["forward"](), calls[name]["backward"]()[0]
+            error = max(relative_error(a.detach(), b) for a, b in zip(found, (y, dx)))
+        except Exception as failure:  # see peer_calls
+            _leave_out(name, layer.case, report, failure)
+            calls[name] = {}
+            continue
+        report.peer_errors[f"{name} on {layer.case.name}"] = error
+        if not error <= PEER_TOLERANCE[layer.case.dtype]:
+            _leave_out(name, layer.case, report, f"y or dx is another by {error:.1e}")
+            calls[name] = {}
+
+
+def _time(
     case: BenchCase,
-    direction: str,
     contenders: dict[str, Callable[[], Any]],
-    report: BenchReport,
     rng: np.random.Generator,
     protocol: Protocol,
-) -> None:
-    small = case.num_tokens <= SMALL_TOKENS
-    if small:
+) -> dict[str, Timing]:
+    """Small cases replayed from CUDA graphs; they leave the card's power alone, so that short
+    turns do."""
+    if case.num_tokens <= SMALL_TOKENS:
         contenders = {name: _graphed_or_plain(call) for name, call in contenders.items()}
-    timings = time_contenders(contenders, rng, protocol)
-    dense = timings.get("dense cuBLAS")
-    for name, timing in timings.items():
-        report.rows.append(_row(case, direction, name, timing, dense, "graph" if small else ""))
+        protocol = replace(protocol, rounds=SMALL_ROUNDS, skip_s=0.005, turn_s=0.015)
+    return time_contenders(contenders, rng, protocol, brief=FAR_AWAY)
 
 
 def _graphed_or_plain(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -305,23 +342,28 @@ def _graphed_or_plain(call: Callable[[], Any]) -> Callable[[], Any]:
         return call
 
 
-def _row(
-    case: BenchCase, direction: str, name: str, timing: Timing, dense: Timing | None, note: str
-) -> BenchRow:
-    sustained, bursts = timing.median("sustained"), timing.median("bursts")
-    nan = float("nan")
-    return BenchRow(
-        case=case.name,
-        direction=direction,
-        contender=name,
-        sustained_ms=sustained,
-        bursts_ms=bursts,
-        tflops=case.flops(direction) / sustained / 1e9,
-        ratio_sustained=dense.median("sustained") / sustained if dense else nan,
-        ratio_bursts=dense.median("bursts") / bursts if dense else nan,
-        samples=len(timing.sustained),
-        note=note,
-    )
+def _add_rows(
+    case: BenchCase, direction: str, timings: dict[str, Timing], report: BenchReport
+) -> None:
+    note = "graph" if case.num_tokens <= SMALL_TOKENS else ""
+    dense = timings["dense cuBLAS"]
+    for name, timing in timings.items():
+        row = BenchRow(
+            case=case.name,
+            direction=direction,
+            contender=name,
+            sustained_ms=timing.median("sustained"),
+            bursts_ms=timing.median("bursts"),
+            tflops=case.flops(direction) / timing.median("sustained") / 1e9,
+            ratio_sustained=dense.ratio(timing, "sustained"),
+            ratio_bursts=dense.ratio(timing, "bursts"),
+            samples=sum(map(len, timing.sustained)),
+            note=note,
+        )
+        report.rows.append(row)
+    if OURS_SAVING in timings:
+        cost = timings[OURS_SAVING].ratio(timings[OURS], "sustained")
+        report.saving_cost[case.name] = cost
 
 
 def print_report(report: BenchReport) -> None:
@@ -337,12 +379,17 @@ def print_report(report: BenchReport) -> None:
             f"{row.bursts_ms:9.3f} {row.tflops:8.0f} {row.ratio_sustained:7.3f} "
             f"{row.ratio_bursts:7.3f} {row.note}"
         )
-    for line in (*report.saving, *report.ranks, *report.around, *report.growth):
+    experiments = (report.saving, report.ranks, report.around, report.growth, report.energy)
+    for line in (line for lines in experiments for line in lines):
         print(line)
     for title, facts in (
         ("bits", report.bits),
         ("host us per forward", {k: round(v, 1) for k, v in report.host_us.items()}),
         ("host us per backward", {k: round(v, 1) for k, v in report.host_backward_us.items()}),
+        ("copy", report.copy),
+        ("time with saving / without", {k: f"{v:.3f}" for k, v in report.saving_cost.items()}),
+        ("peer", report.peers),
+        ("peer's relative error", {k: f"{v:.1e}" for k, v in report.peer_errors.items()}),
         ("left out", report.left_out),
     ):
         for key, value in facts.items():

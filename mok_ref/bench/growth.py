@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ RANKS = (1, 2, 4, 8)
 AXES = ("tokens", "experts", "skew", "ranks")
 ALL_TO_ONE = 3.0  # place of "all to one expert" on the axis of exponents
 DIRECTIONS = ("forward", "backward")
+WARM_MS = 300.0
 
 
 @dataclass
@@ -132,14 +134,11 @@ def measure_ceilings(size: int = 8192) -> dict[str, float]:
 
 
 def time_case(case: BenchCase) -> dict[str, float]:
-    """Median milliseconds of forward and backward; small cases replayed from a CUDA graph."""
-    import gc
-
-    import torch
-
+    """Median milliseconds of forward and backward after `WARM_MS` of the same work; small cases
+    replayed from a CUDA graph."""
     from mok_ref.bench.gpu import SMALL_TOKENS, OurLayer
     from mok_ref.bench.peers import graphed, make_inputs
-    from mok_ref.bench.timing import launches_ms
+    from mok_ref.bench.timing import free_device_memory, launches_ms
 
     layer = OurLayer(make_inputs(case), "bf16")
     calls: dict[str, Callable[[], Any]] = {
@@ -151,11 +150,11 @@ def time_case(case: BenchCase) -> dict[str, float]:
         if direction == "backward":
             layer.forward("all")
         run = graphed(call) if case.num_tokens <= SMALL_TOKENS else call
-        found[direction] = float(np.median(launches_ms(run, 12, warm=4)))
+        first = max(float(np.median(launches_ms(run, 3, warm=1))), 1e-2)
+        found[direction] = float(np.median(launches_ms(run, 12, warm=ceil(WARM_MS / first))))
     layer.close()
     del layer, calls, call, run
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_device_memory()
     return found
 
 
@@ -192,6 +191,9 @@ def draw_growth(rows: list[dict[str, Any]], path: str | Path) -> None:
             limits = [row["limit_ms"] for row in chosen]
             panel.plot(values, measured, "o-", color=color, label=direction)
             panel.plot(values, limits, "--", color=color, label=f"limit of {direction}")
+            memory = [r for r in chosen if r["limited_by"] == "memory"]
+            points = [r["value"] for r in memory], [r["limit_ms"] for r in memory]
+            panel.plot(*points, "x", color=color, label="limited by memory")
         _label(panel, axis)
     panels.flat[0].legend(fontsize="small")
     save(figure, path)

@@ -2,8 +2,9 @@
 
     python -m mok_ref.bench.page docs/results/bench_*.json --output docs/results.md
 
-A report has tables for what was run in it; curves of a report's growth go into a picture beside it.
-Targets are those the project set itself; a figure below its target is marked.
+First what all runs of the same kernels give together (page_runs.py), beside the project's targets;
+then every report by itself, folded. Pictures go beside them: of the runs beside the page, of a
+report's growth beside the report.
 """
 
 from __future__ import annotations
@@ -13,10 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES
+from mok_ref.bench.cases import CASES, TABLE_CASES, BenchCase
 from mok_ref.bench.entry import WordParser, is_older, kernels_line, one_line_errors
 from mok_ref.bench.growth import ALL_TO_ONE, AXES, DIRECTIONS, draw_growth
 from mok_ref.bench.growth import BASE as GROWTH_BASE
+from mok_ref.bench.page_runs import (
+    COLUMNS,
+    draw_runs,
+    row_of,
+    runs_of_one_kind,
+    runs_tables,
+    when,
+)
 from mok_ref.bench.report_files import (
     BEGIN,
     COUNT,
@@ -39,20 +48,6 @@ from mok_ref.bench.report_files import (
 from mok_ref.casefile import check_distinct, write_whole
 from mok_ref.config import SAVE_MODES
 
-# ratio to dense cuBLAS that a case shall reach at least: forward, backward (bf16 dW), float32 dW
-TARGETS = {
-    "dsv3-rank": (0.96, 0.92, 0.92),
-    "kimi-16": (0.94, 0.97, 0.92),
-    "mixtral": (0.95, 0.94, 0.90),
-    "qwen3": (0.82, 0.75, 0.68),
-    "qwen3-zipf": (0.78, 0.72, 0.64),
-    "sonic": (0.90, 0.90, 0.82),
-}
-COLUMNS = (
-    ("forward", "mok_ref", 0),
-    ("backward", "mok_ref, bf16 dW", 1),
-    ("backward", "mok_ref", 2),
-)
 ROW = {"case": NAME, "direction": one_of(*DIRECTIONS), "contender": NAME} | {
     key: POSITIVE
     for key in ("sustained_ms", "bursts_ms", "tflops", "ratio_sustained", "ratio_bursts")
@@ -62,9 +57,19 @@ SAVING |= {"forward_ms": POSITIVE, "step_ms": POSITIVE, "saved_bytes": COUNT}
 RANK = {"case": NAME, "ranks": COUNT, "direction": one_of(*DIRECTIONS)}
 RANK |= {"ms": POSITIVE, "against_one_rank": POSITIVE}
 RATE = Rule("a number from 1e-9 to 1e18 or null", lambda v: v is None or POSITIVE.holds(v))
-AROUND = {"case": NAME, "kernels": NAME, "us": POSITIVE, "tbytes_per_s": RATE}
+AROUND: dict[str, Any] = {"case": NAME, "kernels": NAME, "us": POSITIVE, "tbytes_per_s": RATE}
+AROUND |= {"own_launch": Maybe(one_of(True, False))}
 GROWTH = {"axis": one_of(*AXES), "value": NUMBER, "direction": one_of(*DIRECTIONS)}
 GROWTH |= {"ms": POSITIVE, "limit_ms": POSITIVE, "limited_by": one_of("products", "memory")}
+RUNS_TITLE = """### All runs of these kernels
+
+Ratio = time of dense cuBLAS products with the same FLOPs / time of the whole layer, sustained: each
+contender on its own clock, in turns of 0.4 s of which the first 0.15 s do not count. All have one
+turn per round in random order, and the ratio is the median over the rounds of the quotient of the
+two medians in a round. Below: median over the runs (lowest – highest). **Bold** where that median
+misses the target."""
+ENERGY = {"case": one_of(*TABLE_CASES), "direction": one_of(*DIRECTIONS), "contender": NAME}
+ENERGY |= {key: POSITIVE for key in ("ms", "joules", "watts", "mhz")}
 BENCH = ReportKind(
     made_by="bench --device cuda",
     key="rows",
@@ -75,65 +80,65 @@ BENCH = ReportKind(
         "host_us": Maybe(Each(POSITIVE)),
         "host_backward_us": Maybe(Each(POSITIVE)),
         "bits_note": Maybe(TEXT),
+        "saving_cost": Maybe(Each(POSITIVE)),
+        "left_out": Maybe(Each(TEXT)),
+        "peers": Maybe(Each(TEXT)),
+        "peer_errors": Maybe(Each(NUMBER)),
         "saving": Maybe([SAVING]),
         "ranks": Maybe([RANK]),
         "around": Maybe([AROUND]),
         "growth": Maybe([GROWTH]),
         "ceilings": Maybe(Each(POSITIVE)),
+        "energy": Maybe([ENERGY]),
+        "copy": Maybe(Each(POSITIVE)),
     },
-    some_of=("rows", "saving", "ranks", "around", "growth"),
+    some_of=("rows", "saving", "ranks", "around", "growth", "energy"),
 )
 
 
-def find(report: dict[str, Any], case: str, direction: str, contender: str) -> dict[str, Any]:
-    """The row of one contender. Raises: KeyError naming what is not there."""
-    for row in report["rows"]:
-        if (row["case"], row["direction"], row["contender"]) == (case, direction, contender):
-            return row
-    raise KeyError(f"rows holds none of {contender} for {case} {direction}")
-
-
-def has_row(report: dict[str, Any], case: str, direction: str, contender: str) -> bool:
-    """Whether a report timed that."""
-    wanted = (case, direction, contender)
-    return any((r["case"], r["direction"], r["contender"]) == wanted for r in report["rows"])
-
-
-def cases_in(report: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    """Those of the cases that a report timed in both directions."""
-    return [name for name in names if all(has_row(report, name, *c[:2]) for c in COLUMNS)]
-
-
-def tables_of(report: dict[str, Any], picture: str = "") -> str:
-    """All tables of one report as Markdown. picture: file of its curves, or empty.
+def tables_of(report: dict[str, Any]) -> str:
+    """All tables of one report but its growth's as Markdown.
 
     Raises: KeyError naming what the report lacks.
     """
-    parts = []
-    for dtype in ("", ":mxfp8"):
-        cases = cases_in(report, tuple(name + dtype for name in TABLE_CASES))
-        if cases:
-            parts += [*_targets_table(report, cases), "", *_times_table(report, cases), ""]
-    small = cases_in(report, SMALL_CASES)
-    if small:
-        parts += [*_small_table(report, small), ""]
-    if report.get("saving"):
-        parts += [*_saving_table(report["saving"]), ""]
-    if report.get("ranks"):
-        parts += [*_ranks_table(report["ranks"]), ""]
-    if report.get("around"):
-        parts += [*_around_table(report["around"]), ""]
-    if report.get("growth"):
-        parts += [*_growth_table(report, picture), ""]
-    if not parts:
-        raise KeyError("rows holds no case of the table in both directions")
-    facts = report["device"]
-    title = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}, {facts['date']}"
-    return "\n".join([f"### {title}", "", *parts, *_facts(report)]).rstrip()
+    made = {
+        "rows": _rows_table,
+        "saving": _saving_table,
+        "ranks": _ranks_table,
+        "around": _around_table,
+        "energy": _energy_table,
+    }
+    parts = [line for key in made if report.get(key) for line in (*made[key](report), "")]
+    return "\n".join([*parts, *_facts(report)])
 
 
-def _saving_table(rows: list[dict[str, Any]]) -> list[str]:
+def _rows_table(report: dict[str, Any]) -> list[str]:
+    lines = [
+        "| case (T H I E K) | direction | who | ms | TFLOP/s | dense / it | in bursts: ms "
+        "| dense / it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        shape = CASES.get(row["case"].partition(":")[0])
+        sizes = "" if shape is None else f" ({_sizes(shape)})"
+        lines.append(
+            f"| {row['case']}{sizes} | {row['direction']} | {row['contender']} "
+            f"| {row['sustained_ms']:.3f} | {row['tflops']:.0f} | {row['ratio_sustained']:.3f} "
+            f"| {row['bursts_ms']:.3f} | {row['ratio_bursts']:.3f} |"
+        )
+    return lines
+
+
+def _sizes(case: BenchCase) -> str:
+    return (
+        f"{case.num_tokens} {case.hidden_size} {case.intermediate_size} "
+        f"{case.num_experts} {case.top_k}"
+    )
+
+
+def _saving_table(report: dict[str, Any]) -> list[str]:
     """Forward and backward by save mode; recomputing costs what a mode takes beyond "all"."""
+    rows = report["saving"]
     lines = [
         "What each save mode costs (dW in bf16; the ring holds all rows, or a quarter of them):",
         "",
@@ -154,7 +159,7 @@ def _saving_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _ranks_table(rows: list[dict[str, Any]]) -> list[str]:
+def _ranks_table(report: dict[str, Any]) -> list[str]:
     lines = [
         "Virtual ranks on one GPU, sharing the case's tokens:",
         "",
@@ -164,27 +169,55 @@ def _ranks_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines + [
         f"| {r['case']} | {r['ranks']} | {r['direction']} | {r['ms']:.3f} "
         f"| {r['against_one_rank']:.3f} |"
-        for r in rows
+        for r in report["ranks"]
         if r["ranks"] > 1
     ]
 
 
-def _around_table(rows: list[dict[str, Any]]) -> list[str]:
+def _around_table(report: dict[str, Any]) -> list[str]:
+    """Share of a call: beside the case's time in the same report, where it has one."""
     lines = [
-        "Kernels before and after the products of one rank, alone in a CUDA graph; TB/s of the "
-        "sums over slots counts each pushed row once and each token once:",
+        "Kernels before and after the products of one rank, alone in a CUDA graph, and their share "
+        "of a call that launches them; where the kernels that pull, multiply and push do that work "
+        "inside, there is none. TB/s of the sums over slots counts each pushed row once and each "
+        "token once:",
         "",
-        "| case | kernels | us | TB/s |",
-        "|---|---|---|---|",
+        "| case | kernels | us | share of a call | TB/s |",
+        "|---|---|---|---|---|",
     ]
-    for row in rows:
-        rate = row["tbytes_per_s"]
-        shown = "–" if rate is None else f"{rate:.2f}"
-        lines.append(f"| {row['case']} | {row['kernels']} | {row['us']:.1f} | {shown} |")
+    for row in report["around"]:
+        direction, ours = COLUMNS[1] if row["kernels"] == "dx" else COLUMNS[0]
+        whole = row_of(report, row["case"], direction, ours)
+        share = f"{row['us'] / whole['sustained_ms'] / 10:.1f} % of {direction}" if whole else "–"
+        if not row.get("own_launch", True):
+            share = "inside"
+        rate = "–" if row["tbytes_per_s"] is None else f"{row['tbytes_per_s']:.2f}"
+        lines.append(f"| {row['case']} | {row['kernels']} | {row['us']:.1f} | {share} | {rate} |")
     return lines
 
 
-def _growth_table(report: dict[str, Any], picture: str) -> list[str]:
+def _energy_table(report: dict[str, Any]) -> list[str]:
+    copy = report.get("copy", {})
+    if not {"idle_watts", "watts", "tbytes_per_s", "pj_per_byte"} <= set(copy):
+        raise KeyError("copy must hold watts, idle_watts, tbytes_per_s, pj_per_byte with energy")
+    lines = [
+        f"A copy: {copy['tbytes_per_s']:.2f} TB/s, {copy['watts']:.0f} W; nothing to do: "
+        f"{copy['idle_watts']:.0f} W; so {copy['pj_per_byte']:.0f} pJ per byte.",
+        "Work without a pause until it is steady; joules from the card's own counter:",
+        "",
+        "| case | direction | who | ms | J per call | W | SM clock MHz | Mcycles |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {r['case']} | {r['direction']} | {r['contender']} | {r['ms']:.3f} "
+        f"| {r['joules']:.3f} | {r['watts']:.0f} | {r['mhz']:.0f} "
+        f"| {r['ms'] * r['mhz'] / 1e3:.2f} |"
+        for r in report["energy"]
+    ]
+
+
+def growth_table(report: dict[str, Any], picture: str) -> list[str]:
+    """Points of all curves beside their limits. Raises: KeyError naming what the report lacks."""
     ceilings = report.get("ceilings", {})
     if not {"tflops", "tbytes_per_s"} <= set(ceilings):
         raise KeyError("ceilings must hold tflops and tbytes_per_s where growth holds rows")
@@ -195,11 +228,12 @@ def _growth_table(report: dict[str, Any], picture: str) -> list[str]:
         "(mok_ref/bench/growth.py).",
         "",
     ]
-    if picture:
-        lines += [f"![time against tokens, experts, skew and ranks, with the limit]({picture})", ""]
     lines += [
-        "| axis | value | forward ms | limit ms | backward ms | limit ms | limited by |",
-        "|---|---|---|---|---|---|---|",
+        f"![time against tokens, experts, skew and ranks, with the limit]({picture})",
+        "",
+        "| axis | value | forward ms | limit ms | ms / limit | backward ms | limit ms | ms / limit "
+        "| limited by |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     points: dict[tuple[str, float], dict[str, Any]] = {}
     for row in report["growth"]:
@@ -207,97 +241,18 @@ def _growth_table(report: dict[str, Any], picture: str) -> list[str]:
     for (axis, value), found in points.items():
         if len(found) < len(DIRECTIONS):
             raise KeyError(f"growth holds {' '.join(found)} alone at {axis} {value:g}")
-        cells = [f"{found[d][key]:.3f}" for d in DIRECTIONS for key in ("ms", "limit_ms")]
+        cells = []
+        for row in (found[direction] for direction in DIRECTIONS):
+            times = f"{row['ms']:.3f}", f"{row['limit_ms']:.3f}"
+            cells += [*times, f"{row['ms'] / row['limit_ms']:.2f}"]
         limits = ", ".join(dict.fromkeys(found[d]["limited_by"] for d in DIRECTIONS))
         shown = "all to one" if (axis, value) == ("skew", ALL_TO_ONE) else f"{value:g}"
         lines.append(f"| {axis} | {shown} | {' | '.join(cells)} | {limits} |")
     return lines
 
 
-def _targets_table(report: dict[str, Any], cases: list[str]) -> list[str]:
-    lines = [
-        "Ratio = time of dense cuBLAS / time of the whole layer, sustained (bursts in brackets).",
-        "**Bold** where the target is missed.",
-        "",
-        "| case | forward | target | backward, bf16 dW | target | backward, float32 dW | target |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for case in cases:
-        cells = []
-        for direction, contender, which in COLUMNS:
-            row, targets = find(report, case, direction, contender), TARGETS.get(case)
-            ratio, target = f"{row['ratio_sustained']:.3f}", targets[which] if targets else None
-            missed = target is not None and row["ratio_sustained"] < target
-            shown = f"**{ratio}**" if missed else ratio
-            cells += [
-                f"{shown} ({row['ratio_bursts']:.3f})",
-                "–" if target is None else f"{target:.2f}",
-            ]
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def _times_table(report: dict[str, Any], cases: list[str]) -> list[str]:
-    lines = [
-        "| case (T H I E K) | direction | mok_ref ms | TFLOP/s | dense ms | torch eager ms "
-        "| torch / mok_ref |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for case in cases:
-        shape = CASES[case.partition(":")[0]]
-        sizes = (
-            f"{shape.num_tokens} {shape.hidden_size} {shape.intermediate_size} "
-            f"{shape.num_experts} {shape.top_k}"
-        )
-        for direction in ("forward", "backward"):
-            ours = find(report, case, direction, "mok_ref")
-            dense = find(report, case, direction, "dense cuBLAS")
-            torch = _torch_cells(report, case, direction, ours)
-            lines.append(
-                f"| {case} ({sizes}) | {direction} | {ours['sustained_ms']:.3f} "
-                f"| {ours['tflops']:.0f} | {dense['sustained_ms']:.3f} | {torch} |"
-            )
-    return lines
-
-
-def _torch_cells(report: dict[str, Any], case: str, direction: str, ours: dict[str, Any]) -> str:
-    """Time of the torch pipeline, and how much longer it takes; dashes where it did not run."""
-    if not has_row(report, case, direction, "torch eager"):
-        return "– | –"
-    torch = find(report, case, direction, "torch eager")["sustained_ms"]
-    return f"{torch:.3f} | {torch / ours['sustained_ms']:.2f}"
-
-
-def _small_table(report: dict[str, Any], cases: list[str]) -> list[str]:
-    lines = [
-        "Small batches, everybody replayed from a CUDA graph (E 128, K 8, H 2048, I 768):",
-        "",
-        "| tokens | direction | mok_ref ms | torch eager ms | torch / mok_ref |",
-        "|---|---|---|---|---|",
-    ]
-    for case in cases:
-        for direction, contender in (
-            ("forward", "mok_ref"),
-            ("backward", "mok_ref, bf16 dW"),
-            ("backward", "mok_ref"),
-        ):
-            ours = find(report, case, direction, contender)
-            torch = _torch_cells(report, case, direction, ours)
-            label = {"mok_ref": "float32 dW"}.get(contender, "bf16 dW")
-            name = direction if direction == "forward" else f"backward, {label}"
-            lines.append(
-                f"| {CASES[case].num_tokens} | {name} | {ours['sustained_ms']:.3f} | {torch} |"
-            )
-    return lines
-
-
 def _facts(report: dict[str, Any]) -> list[str]:
-    saving = [
-        find(report, case, "forward", "mok_ref, saving")["sustained_ms"]
-        / find(report, case, "forward", "mok_ref")["sustained_ms"]
-        - 1
-        for case in cases_in(report, TABLE_CASES)
-    ]
+    """What else the report says, as a list."""
     equal = [case for case, bits in report["bits"].items() if bits == "equal"]
     lines = [kernels_line(report["device"])]
     if report["bits"]:
@@ -305,10 +260,11 @@ def _facts(report: dict[str, Any]) -> list[str]:
             f"- Bits against the portable kernels: {len(equal)} of {len(report['bits'])} cases "
             f"equal ({', '.join(equal)})."
         )
-    if saving:
+    if report.get("saving_cost"):
+        cost = report["saving_cost"].values()
         lines.append(
-            f"- Forward that saves gate and up: {100 * min(saving):+.1f} to "
-            f"{100 * max(saving):+.1f} % in time."
+            f"- Forward that saves gate and up: {100 * min(cost) - 100:+.1f} to "
+            f"{100 * max(cost) - 100:+.1f} % in time."
         )
     of_what = " with those older kernels and launches" if is_older(report["device"]) else ""
     for name, key in (("forward", "host_us"), ("backward", "host_backward_us")):
@@ -316,19 +272,57 @@ def _facts(report: dict[str, Any]) -> list[str]:
         if host:
             span = f"{min(host):.0f} to {max(host):.0f} us"
             lines.append(f"- Host time per {name} call{of_what}: {span}.")
+    timed, left_out = {row["contender"] for row in report["rows"]}, report.get("left_out", {})
+    peers = report.get("peers", {})
+    lines += [f"- {peer}: {plain(what)}." for peer, what in peers.items() if peer in timed]
+    errors = [e for who, e in report.get("peer_errors", {}).items() if who not in left_out]
+    if errors:
+        lines.append(f"- y and dx of the others against this layer's: at most {max(errors):.1e}.")
+    lines += [f"- Left out: {who}: {plain(reason)}." for who, reason in left_out.items()]
     if "bits_note" in report:
         lines.append(f"- {plain(report['bits_note'])}.")
     return lines
 
 
+def page_text(
+    paths: Sequence[Path], reports: list[dict[str, Any]], folder: Path, picture: str
+) -> str:
+    """All tables: of the runs of one kind together, then of every report.
+
+    folder   where the page is, for its links
+    picture  of the runs
+    Raises:  ValueError naming the report that lacks something.
+    """
+    runs = runs_of_one_kind(reports)
+    names = [os.path.relpath(path, folder) for path in paths]
+    links = {id(r): f"[{Path(name).name}]({name})" for r, name in zip(reports, names, strict=True)}
+    details, growth = [], []
+    for report, path in sorted(zip(reports, paths, strict=True), key=lambda one: when(one[0])):
+        facts = report["device"]
+        made = " ".join(part for part in when(report) if part)
+        title = f"{made}, {facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}"
+        with errors_name(path, BENCH):
+            tables = tables_of(report)
+            if report.get("growth"):
+                curves = os.path.relpath(path.with_suffix(".svg"), folder)
+                growth += ["### Growth", "", *growth_table(report, curves), ""]
+                growth += [kernels_line(facts), ""]
+        details += [f"<details><summary>{title}</summary>", "", tables, "", "</details>", ""]
+    shown = f"![everybody's ratio to dense cuBLAS]({picture})"
+    lines = [RUNS_TITLE, "", shown, "", *runs_tables(runs, links)]
+    lines += [*growth, "### Every report", "", *details]
+    return "\n".join(lines).rstrip()
+
+
 def write_page(paths: Sequence[Path], page: Path) -> None:
-    """Tables of stored reports between the page's markers; the curves of each report that has some
-    in a picture beside it. Nothing is written before everything was read and its tables made.
+    """Tables of stored reports between the page's markers, a picture of the runs beside the page,
+    and the curves of each report that has some in a picture beside that report. Nothing is written
+    before everything was read and its tables made.
 
     Raises: ValueError naming the file, and the key that is wrong; OSError; RuntimeError without
     matplotlib.
     """
-    reports, curves, made = [read_report(path, BENCH) for path in paths], {}, []
+    reports, curves = [read_report(path, BENCH) for path in paths], {}
     for path, report in zip(paths, reports, strict=True):
         picture = path.with_suffix(".svg")
         if report.get("growth"):
@@ -336,10 +330,11 @@ def write_page(paths: Sequence[Path], page: Path) -> None:
             if picture in curves:
                 raise ValueError(f"reports must have names of their own, got two of {path.stem}")
             curves[picture] = report["growth"]
-        name = os.path.relpath(picture, page.parent) if picture in curves else ""
-        with errors_name(path, BENCH):
-            made.append(tables_of(report, name))
-    text = page_with_tables(page, {(BEGIN, END): "\n\n".join(made)})
+    of_runs = page.with_suffix(".svg")
+    check_distinct(picture=of_runs, **{str(path): path for path in (*paths, *curves)})
+    made = page_text(paths, reports, page.parent, of_runs.name)
+    text = page_with_tables(page, {(BEGIN, END): made})
+    draw_runs(runs_of_one_kind(reports), of_runs)
     for picture, rows in curves.items():
         draw_growth(rows, picture)
     write_whole(page, text)

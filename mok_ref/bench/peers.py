@@ -6,8 +6,11 @@ named in the report.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from mok_ref.bench.cases import BenchCase, routes
@@ -153,6 +156,7 @@ def sonic(inputs: BenchInputs) -> dict[str, Callable[[], Any]]:
         _UpProjection,
     )
 
+    _shorten_sonic_tuning()
     case = inputs.case
     num_experts, inner, hidden = case.num_experts, case.intermediate_size, case.hidden_size
     rows, tokens = case.num_rows, case.num_tokens
@@ -197,6 +201,46 @@ def sonic(inputs: BenchInputs) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _shorten_sonic_tuning() -> None:
+    """Its tuners keep all their candidates; those of the sum over slots, 50 and more, are timed for
+    about 20 ms each instead of 125."""
+    import triton
+    from quack.cute_dsl_utils import get_max_active_clusters
+    from sonicmoe.functional.reduction_over_k_gather import token_gather_sum_kernel
+
+    for size in (1, 2):  # slow at first, which a tuner would take for kernels yet to be compiled
+        get_max_active_clusters(size)
+    token_gather_sum_kernel._do_bench = partial(triton.testing.do_bench, warmup=3, rep=15)
+
+
+# --------------------------------------------------------------------------- Liger
+
+
+def liger(inputs: BenchInputs) -> dict[str, Callable[[], Any]]:
+    """Liger's fused layer in Triton, given top-k (package liger-kernel); it tunes itself unless
+    LIGER_FUSED_MOE_AUTOTUNE=0."""
+    import torch
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    leaves = [
+        t.detach().clone().requires_grad_()
+        for t in (inputs.x, inputs.w_gate_up, inputs.w_down, inputs.topk_weights)
+    ]
+
+    def layer() -> Any:
+        x, w_gate_up, w_down, weights = leaves
+        return LigerFusedMoEFunction.apply(x, w_gate_up, w_down, inputs.topk_ids, weights)
+
+    out = layer()
+    return {
+        "forward": layer,
+        "backward": lambda: torch.autograd.grad(out, leaves, inputs.dy, retain_graph=True),
+    }
+
+
+# --------------------------------------------------------------------------- all of them
+
+
 def relative_error(actual: Any, expected: Any) -> float:
     """||a - b|| / ||b|| in float32, a sanity check of a peer (never of this layer's bits)."""
     a, b = actual.float(), expected.float()
@@ -208,4 +252,23 @@ PEERS: dict[str, Callable[[BenchInputs], dict[str, Callable[[], Any]]]] = {
     "torch eager": lambda inputs: torch_pipeline(inputs, compiled=False),
     "torch compiled": lambda inputs: torch_pipeline(inputs, compiled=True),
     "SonicMoE": sonic,
+    "Liger": liger,
 }
+PACKAGES = {  # all others: torch
+    "SonicMoE": ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl"),
+    "Liger": ("liger-kernel", "triton"),
+}
+
+
+def software_of(name: str) -> str:
+    """A peer's packages with their versions, and how it was tuned where it tunes itself.
+
+    Raises: ImportError when a package is not installed.
+    """
+    versions = ", ".join(
+        f"{package} {version(package)}" for package in PACKAGES.get(name, ("torch",))
+    )
+    if name == "Liger":
+        tuned = os.environ.get("LIGER_FUSED_MOE_AUTOTUNE", "1") != "0"
+        return f"{versions}, {'its own tuner' if tuned else 'LIGER_FUSED_MOE_AUTOTUNE=0'}"
+    return f"{versions}, its own tuner, no candidate left out" if name == "SonicMoE" else versions

@@ -65,7 +65,8 @@ NAME = Rule(
     lambda v: isinstance(v, str) and v != "" and v.isprintable() and "|" not in v,
 )
 TEXT = Rule("a text", lambda v: isinstance(v, str) and bool(v))
-DEVICE = {"gpu": NAME, "driver": NAME, "cuda": NAME, "date": NAME, "kernels": Maybe(NAME)}
+DEVICE: dict[str, Shape] = {"gpu": NAME, "driver": NAME, "cuda": NAME, "date": NAME}
+DEVICE |= {key: Maybe(NAME) for key in ("kernels", "gpu_id", "time")}
 
 
 @dataclass(frozen=True)

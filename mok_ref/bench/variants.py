@@ -6,20 +6,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 import numpy as np
 
 from mok_ref.bench.cases import CASES, BenchCase
-from mok_ref.bench.timing import interleaved_ms, launches_ms
+from mok_ref.bench.timing import Protocol, Timing, launches_ms, time_contenders
 from mok_ref.config import ROW_TILE, SAVE_MODES
 
 SAVING_CASES = ("dsv3-rank", "qwen3")
 AROUND_CASES = ("small-16", "dsv3-rank", "qwen3", "sonic")
 RANK_CASES = ("dsv3-rank", "kimi-16", "mixtral", "qwen3")
+ENERGY_PEERS = ("SonicMoE",)
 NUM_RANKS = 4
-RANK_ROUNDS = 3  # the worlds of one and of several ranks take turns
-CALLS = 8
+RANK_ROUNDS = 3
+RANK_CALLS = 12
+RANK_WARM_S = 0.5  # of work before the calls that count, which a card at its power limit needs
+WARM_RATE = 500e12  # FLOP/s about which the work before is cut
 
 
 @dataclass
@@ -67,14 +71,17 @@ class AroundRow:
     kernels: str
     us: float
     tbytes_per_s: float | None  # where they are bound by memory
+    own_launch: bool = True  # in a step of this case; else its products' kernels do it inside
 
     def __str__(self) -> str:
         rate = "" if self.tbytes_per_s is None else f", {self.tbytes_per_s:.2f} TB/s"
-        return f"around {self.case:11} {self.kernels:8} {self.us:.1f} us{rate}"
+        where = "" if self.own_launch else ", in a step inside the products' kernels"
+        return f"around {self.case:11} {self.kernels:8} {self.us:.1f} us{rate}{where}"
 
 
-def run_experiment(name: str, report: Any) -> None:
-    """One of `mok_ref.bench.commands.EXPERIMENTS`; adds to `report`."""
+def run_experiment(name: str, report: Any, peers: tuple[str, ...]) -> None:
+    """One of `mok_ref.bench.commands.EXPERIMENTS`; adds to `report`. peers: who else may run."""
+    from mok_ref.bench.energy import bench_energy
     from mok_ref.bench.growth import bench_growth
 
     if name == "save":
@@ -86,8 +93,10 @@ def run_experiment(name: str, report: Any) -> None:
     elif name == "around":
         for case in AROUND_CASES:
             report.around += bench_around(CASES[case])
-    else:
+    elif name == "growth":
         bench_growth(report)
+    else:
+        bench_energy(report, tuple(peer for peer in peers if peer in ENERGY_PEERS))
 
 
 # --------------------------------------------------------------------------- save modes
@@ -99,11 +108,13 @@ def bench_saving(case: BenchCase) -> list[SavingRow]:
     from mok_ref.bench.peers import make_inputs
 
     inputs, rng, rows = make_inputs(case), np.random.default_rng(0), []
+    protocol = Protocol(bursts=0, turn_s=0.15)
     for macrobatch in (None, -(-case.num_rows // (4 * ROW_TILE)) * ROW_TILE):
         layer = OurLayer(inputs, "bf16", macrobatch=macrobatch)
         forwards = {save: partial(layer.forward, save) for save in SAVE_MODES}
         steps = {save: partial(_step, layer, save) for save in SAVE_MODES}
-        forward_ms, step_ms = interleaved_ms(forwards, rng), interleaved_ms(steps, rng)
+        forward = time_contenders(forwards, rng, protocol)
+        step = time_contenders(steps, rng, protocol)
         ring_rows = layer.workspace.sizes.macro_blocks * ROW_TILE
         for save in SAVE_MODES:
             layer.forward(save)
@@ -114,8 +125,8 @@ def bench_saving(case: BenchCase) -> list[SavingRow]:
                     ring_rows=ring_rows,
                     rows=case.num_rows,
                     save=save,
-                    forward_ms=forward_ms[save],
-                    step_ms=step_ms[save],
+                    forward_ms=forward[save].median("sustained"),
+                    step_ms=step[save].median("sustained"),
                     saved_bytes=4 * kept * case.intermediate_size,
                 )
             )
@@ -149,20 +160,26 @@ def bench_around(case: BenchCase) -> list[AroundRow]:
         workspace, params, ours.dy, layer.gradient_buffers(workspace, None)
     )
     sums = 2 * case.num_tokens * (case.top_k + 1) * case.hidden_size  # bytes read and written
-    launches: dict[str, tuple[Callable[[Any], None], int]] = {
-        "schedule": (partial(schedule.launch_schedule, workspace, params), 0),
-        "y": (partial(schedule.launch_combine, workspace, params), sums),
-        "dx": (partial(schedule.launch_dispatch_backward, workspace, params, back), sums),
+    dx_inside = hasattr(layer.backward_path(workspace), "launch_backward_with_dx")
+    launches: dict[str, tuple[Callable[[Any], None], int, bool]] = {
+        "schedule": (partial(schedule.launch_schedule, workspace, params), 0, True),
+        "y": (partial(schedule.launch_combine, workspace, params), sums, not params["combines"]),
+        "dx": (
+            partial(schedule.launch_dispatch_backward, workspace, params, back),
+            sums,
+            not dx_inside,
+        ),
     }
     rows = []
-    for name, (launch, num_bytes) in launches.items():
+    for name, (launch, num_bytes, own_launch) in launches.items():
 
         def call(launch: Callable[[Any], None] = launch) -> None:
             with torch_stream() as stream:
                 launch(stream)
 
         us = 1e3 * float(np.median(launches_ms(graphed(call), 20, warm=4)))
-        rows.append(AroundRow(case.name, name, us, num_bytes / us / 1e6 if num_bytes else None))
+        rate = num_bytes / us / 1e6 if num_bytes else None
+        rows.append(AroundRow(case.name, name, us, rate, bool(own_launch)))
     ours.close()
     return rows
 
@@ -171,24 +188,34 @@ def bench_around(case: BenchCase) -> list[AroundRow]:
 
 
 def bench_ranks(case: BenchCase, num_ranks: int) -> list[RankRow]:
-    """Forward and backward of `num_ranks` virtual ranks beside one rank with all tokens."""
+    """Forward and backward of `num_ranks` virtual ranks beside one rank with all tokens.
+
+    The worlds of one and of several ranks take turns; "against one rank" is the median over the
+    rounds of the quotient of the two medians in a round.
+    """
     from mok_ref.bench.peers import make_inputs
 
     inputs = make_inputs(case)
-    samples: dict[tuple[int, str], list[float]] = {}
+    timings: dict[tuple[int, str], Timing] = {}
     for _ in range(RANK_ROUNDS):
         for size in (1, num_ranks):
             for direction, found in time_ranks(inputs, size).items():
-                samples.setdefault((size, direction), []).extend(found)
-    median = {key: float(np.median(found)) for key, found in samples.items()}
+                timings.setdefault((size, direction), Timing()).sustained.append(found)
     return [
-        RankRow(case.name, size, direction, ms, ms / median[1, direction])
-        for (size, direction), ms in median.items()
+        RankRow(
+            case=case.name,
+            ranks=size,
+            direction=direction,
+            ms=timing.median("sustained"),
+            against_one_rank=timing.ratio(timings[1, direction], "sustained"),
+        )
+        for (size, direction), timing in timings.items()
     ]
 
 
 def time_ranks(inputs: Any, size: int) -> dict[str, list[float]]:
-    """Milliseconds per call of "forward" and "backward", on the slowest rank."""
+    """Milliseconds per call of "forward" and "backward", on the slowest rank, after
+    `RANK_WARM_S` of each."""
     from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
 
     found = run_virtual_cuda_ranks(size, partial(_time_rank, inputs))
@@ -203,9 +230,20 @@ def _time_rank(inputs: Any, heap: Any) -> dict[str, list[float]]:
 
     with torch.cuda.stream(torch.cuda.ExternalStream(heap.stream.ptr)):
         layer = OurLayer(rank_inputs(inputs, heap.rank, heap.size), "bf16", heap=heap)
-        times = {"forward": launches_ms(partial(layer.forward, "none"), CALLS, warm=3)}
-        layer.forward("all")
-        times["backward"] = launches_ms(layer.backward, CALLS, warm=3)
+        calls: dict[str, Callable[[], Any]] = {
+            "forward": partial(layer.forward, "none"),
+            "backward": layer.backward,
+        }
+        times = {}
+        for direction, call in calls.items():
+            if direction == "backward":
+                layer.forward("all")
+            # Every rank must make the same number of calls, so it comes from the case alone.
+            call_s = max(inputs.case.flops(direction) / WARM_RATE, 1e-3)
+            for _ in range(ceil(RANK_WARM_S / call_s / RANK_CALLS)):
+                # A queue that is full would hold up the ranks that its work waits for.
+                launches_ms(call, RANK_CALLS, warm=0)
+            times[direction] = launches_ms(call, RANK_CALLS, warm=3)
         layer.close()
     return times
 

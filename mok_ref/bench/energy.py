@@ -1,0 +1,287 @@
+"""Joules per call and clocks, and what the bytes that the layer moves beyond dense cuBLAS cost.
+
+A card at its power limit trades clocks for energy: of two kernels with the same cycles, the one
+that needs fewer joules per call is the faster one. In the steady state
+
+    time of dense / time of the layer = joules of dense / joules of the layer        (equal power)
+
+so what bounds the ratio is energy. The layer does the products that dense does, and moves more
+bytes: all experts' weights instead of one expert's, rows that are pushed and summed up, gradients
+of all experts. A byte through DRAM costs what a plain copy costs, measured in the same run:
+
+    joules per byte = (joules of the copy - idle watts * its time) / (bytes read + bytes written)
+    bound of the ratio = joules of dense / (joules of dense + extra bytes * joules per byte)
+
+Not counted: SwiGLU, schedule, rows of padding, operands that are read from L2 more than once, and
+whatever L2 keeps (which would leave more).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from mok_ref.bench.cases import CASES, TABLE_CASES, BenchCase, routes
+
+ROUNDS = 2
+SECONDS = 0.9  # of work per contender and round
+STEADY = 0.35  # of it comes before what is measured
+LONGEST_S = 3.0
+POLL_S = 0.002
+COPY_BYTES = 1 << 32
+SM_CLOCK = 1  # nvmlClockType_t
+BF16 = 2  # bytes
+
+
+@dataclass
+class EnergyRow:
+    """One contender in its steady state."""
+
+    case: str
+    direction: str
+    contender: str
+    ms: float
+    joules: float  # per call
+    watts: float
+    mhz: float
+
+    def __str__(self) -> str:
+        return (
+            f"energy {self.case:11} {self.direction:8} {self.contender:17} {self.ms:.3f} ms, "
+            f"{self.joules:.3f} J, {self.watts:.0f} W, {self.mhz:.0f} MHz"
+        )
+
+
+# --------------------------------------------------------------------------- bytes
+
+
+def dense_bytes(case: BenchCase, direction: str) -> int:
+    """Bytes of the dense products, every operand and result once.
+
+    forward   x, W_gate_up -> gate, up;  h, W_down -> y
+    backward  dy, W_down -> dh;  d_gate_up, W_gate_up -> dx;  dy, h -> dW_down;
+              d_gate_up, x -> dW_gate_up
+    """
+    rows, hidden, inner = case.num_rows, case.hidden_size, case.intermediate_size
+    once = rows * (2 * hidden + 3 * inner) + 3 * hidden * inner
+    return BF16 * once * (1 if direction == "forward" else 2)
+
+
+def layer_bytes(case: BenchCase, direction: str, ring: bool) -> int:
+    """Bytes of the layer, every tensor once for each kernel that reads or writes it; dW in bf16.
+
+    forward   weights of experts that have rows; rows of x; h written, read; y's rows written, read
+              by the sum; y
+    backward  weights again, dW of all experts; rows of dy, gate, up; d_gate, d_up written, read; hw
+              (the weighted h) written; dx's rows written, read by the sum; dx; wgrad: rows of dy
+              and x, d_gate, d_up and hw read
+    ring      rows come through a ring: tokens read, rows written, beside the reading above
+    """
+    rows, hidden, inner = case.num_rows, case.hidden_size, case.intermediate_size
+    expert, hit = 3 * hidden * inner, len(np.unique(routes(case)[0]))
+    tokens = case.num_tokens * hidden
+    if direction == "forward":
+        moved = hit * expert + rows * (3 * hidden + 2 * inner) + tokens
+    else:
+        moved = (hit + case.num_experts) * expert + rows * (5 * hidden + 10 * inner) + tokens
+    return BF16 * (moved + (tokens + rows * hidden if ring else 0))
+
+
+def ratio_bound(
+    case: BenchCase, direction: str, dense_joules: float, pj_per_byte: float, ring: bool
+) -> float:
+    """Ratio to dense cuBLAS that the extra bytes leave at equal power."""
+    extra = layer_bytes(case, direction, ring) - dense_bytes(case, direction)
+    return dense_joules / (dense_joules + 1e-12 * pj_per_byte * extra)
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+class EnergyMeter:
+    """Energy counter and clock of CUDA's current device, through NVML.
+
+    Raises: RuntimeError where NVML is absent or cannot tell.
+    """
+
+    def __init__(self) -> None:
+        import cupy
+
+        try:
+            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError as error:
+            raise RuntimeError(f"energy needs NVML: {error}") from error
+        bus = cupy.cuda.Device().pci_bus_id.encode()
+        self._device = ctypes.c_void_p()
+        self._ask("nvmlInit_v2")
+        self._ask("nvmlDeviceGetHandleByPciBusId_v2", bus, ctypes.byref(self._device))
+        self.read()
+
+    def read(self) -> tuple[float, int]:
+        """(joules since the driver was loaded, SM clock in MHz)."""
+        energy, clock = ctypes.c_ulonglong(), ctypes.c_uint()
+        name = "nvmlDeviceGetTotalEnergyConsumption"
+        self._ask(name, self._device, ctypes.byref(energy))
+        self._ask("nvmlDeviceGetClockInfo", self._device, SM_CLOCK, ctypes.byref(clock))
+        return energy.value / 1e3, clock.value
+
+    def _ask(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._nvml, name)(*arguments)
+        if code != 0:
+            raise RuntimeError(f"energy needs NVML: {name} gave {code}")
+
+
+@dataclass
+class Recorder:
+    """Watches the counter from a thread of its own while `with` lasts.
+
+    The counter moves in steps some tens of milliseconds apart, so every step is kept with its time.
+    """
+
+    meter: EnergyMeter
+    samples: list[tuple[float, float, int]] = field(default_factory=list)  # time, joules, MHz
+
+    def __enter__(self) -> Recorder:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        last = -1.0
+        while not self._stop.wait(POLL_S):
+            joules, mhz = self.meter.read()
+            if joules != last:
+                self.samples.append((time.perf_counter(), joules, mhz))
+                last = joules
+
+    def steps(self, begin: float, end: float) -> int:
+        """Steps of the counter in this time."""
+        return sum(begin <= sample[0] <= end for sample in self.samples)
+
+    def between(self, begin: float, end: float) -> tuple[float, float]:
+        """(watts, mean MHz) from the first to the last step in this time.
+
+        Raises: RuntimeError where the counter took fewer than two steps.
+        """
+        if self.steps(begin, end) < 2:
+            took = self.steps(begin, end)
+            raise RuntimeError(f"energy counter took {took} steps in {end - begin:.2f} s")
+        inside = [sample for sample in self.samples if begin <= sample[0] <= end]
+        (first, joules, _), (last, more, _) = inside[0], inside[-1]
+        return (more - joules) / (last - first), float(np.mean([s[2] for s in inside]))
+
+
+def measure_energy(
+    meter: EnergyMeter, call: Callable[[], Any], seconds: float = SECONDS
+) -> tuple[float, float, float]:
+    """(ms per call, watts, MHz) of work without a pause, once it is steady."""
+    import torch
+
+    from mok_ref.bench.timing import launches_ms
+
+    batch = max(1, ceil(25 / max(float(np.median(launches_ms(call, 2, warm=1))), 1e-2)))
+    marks: list[Any] = []
+
+    def mark() -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+
+    with Recorder(meter) as recorder:
+        start = time.perf_counter()
+        mark()
+        while time.perf_counter() - start < seconds:
+            for _ in range(batch):
+                call()
+            mark()
+            if len(marks) > 3:  # two batches are queued, not all of the time
+                marks[-3].synchronize()
+        end = time.perf_counter()
+        torch.cuda.synchronize()
+    steady = ceil(len(marks) * STEADY)
+    ms = marks[steady].elapsed_time(marks[-1]) / (batch * (len(marks) - 1 - steady))
+    begin = start + STEADY * seconds
+    if recorder.steps(begin, end) < 2 and seconds < LONGEST_S:  # a slow counter
+        return measure_energy(meter, call, 2 * seconds)
+    return ms, *recorder.between(begin, end)
+
+
+def idle_watts(meter: EnergyMeter, seconds: float = SECONDS) -> float:
+    """Power of the card with nothing to do, after a moment's rest."""
+    import torch
+
+    torch.cuda.synchronize()
+    time.sleep(seconds)
+    with Recorder(meter) as recorder:
+        start = time.perf_counter()
+        time.sleep(seconds)
+        return recorder.between(start, time.perf_counter())[0]
+
+
+def measure_copy(meter: EnergyMeter) -> dict[str, float]:
+    """Power, rate and picojoules per byte (read or written) of a plain copy."""
+    import torch
+
+    source = torch.empty(COPY_BYTES, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    idle = idle_watts(meter)
+    ms, watts, _ = measure_energy(meter, partial(target.copy_, source))
+    rate = 2 * COPY_BYTES / ms * 1e3
+    return {
+        "idle_watts": idle,
+        "watts": watts,
+        "tbytes_per_s": rate / 1e12,
+        "pj_per_byte": 1e12 * (watts - idle) / rate,
+    }
+
+
+def bench_energy(report: Any, peers: tuple[str, ...] = ()) -> None:
+    """Every large case beside dense cuBLAS and `peers`; adds to report.energy, report.copy."""
+    meter = EnergyMeter()
+    report.copy = measure_copy(meter)
+    for name in TABLE_CASES:
+        report.energy += energy_of(CASES[name], meter, peers, report)
+
+
+def energy_of(
+    case: BenchCase, meter: EnergyMeter, peers: tuple[str, ...], report: Any
+) -> list[EnergyRow]:
+    """Contenders take turns of `SECONDS`; means of `ROUNDS` turns."""
+    from mok_ref.bench.gpu import OURS, OURS_BF16, OurLayer, peer_calls
+    from mok_ref.bench.peers import make_inputs
+    from mok_ref.bench.timing import free_device_memory
+
+    inputs = make_inputs(case)
+    layer = OurLayer(inputs, "bf16")
+    calls = {name: peer_calls(name, inputs, report) for name in ("dense cuBLAS", *peers)}
+    rows = []
+    for direction in ("forward", "backward"):
+        ours: dict[str, Callable[[], Any]] = {OURS: partial(layer.forward, "none")}
+        if direction == "backward":
+            layer.forward("all")
+            ours = {OURS_BF16: layer.backward}
+        contenders = {name: call[direction] for name, call in calls.items() if call} | ours
+        found: dict[str, list[Any]] = {name: [] for name in contenders}
+        for _ in range(ROUNDS):
+            for name, call in contenders.items():
+                found[name].append(measure_energy(meter, call))
+        for name, turns in found.items():
+            ms, watts, mhz = map(float, np.mean(turns, axis=0))
+            row = EnergyRow(case.name, direction, name, ms, ms * watts / 1e3, watts, mhz)
+            rows.append(row)
+    layer.close()
+    del layer, calls, call, contenders, ours, inputs
+    free_device_memory()
+    return rows
