@@ -18,10 +18,18 @@ def test_every_case_was_compared_and_equal() -> None:
     rows = json.loads(REPORT.read_text(encoding="utf-8"))["rows"]
     assert [row["case"] for row in rows] == list(mxfp8.DEFAULT_CASES)
     for row in rows:
-        case = CASES[row["case"]]
-        assert row["differing"] == 0
-        assert row["compared"] == case.num_tokens * case.hidden_size
-        assert row["flops"] == case.flops("forward") and set(row["ms"]) == set(mxfp8.COLUMNS)
+        assert row["bits"] == "equal" and row["flops"] == CASES[row["case"]].flops("forward")
+        assert set(row["ms"]) == {*mxfp8.COLUMNS, *mxfp8.BACKWARD}
+        assert set(row["ratios"]) == set(mxfp8.RATIOS)
+
+
+def test_memory_of_the_page_is_computed() -> None:
+    parts = mxfp8.memory_of(CASES["dsv3-rank"])
+    weights = 2 * 3 * 4 * 7168 * 2048
+    assert parts["weights"] == (weights, weights * 33 // 64)
+    page = (DOCS / "mxfp8.md").read_text(encoding="utf-8")
+    for bf16, ours in parts.values():
+        assert f"{bf16 / 2**20:,.1f} → {ours / 2**20:,.1f}" in page
 
 
 def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:

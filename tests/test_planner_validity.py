@@ -231,7 +231,7 @@ def test_the_report_of_mxfp8_beside_bf16_is_read(tmp_path):
         ("forward", "mxfp8", "not held", 2.6, "fit"),
         ("forward", "mxfp8", "held", 1.7, "fit"),
     }
-    wrong = {**MXFP8, "rows": [{**MXFP8["rows"][0], "differing": 3}]}
+    wrong = {**MXFP8, "rows": [{**MXFP8["rows"][0], "bits": "y: 3 of 9 differ"}]}
     assert kernel_rows(written(tmp_path, wrong)) == []
 
 
