@@ -11,6 +11,7 @@ import pytest
 
 from mok_ref.config import MoEConfig
 from mok_ref.gpu import compiler, hopper_backward
+from mok_ref.gpu import layer as gpu_layer
 from mok_ref.gpu.launch import NUM_MULTIPROCESSORS
 from mok_ref.gpu.params import LAYER_PARAMS, new_params
 from mok_ref.gpu.workspace import derive_sizes
@@ -165,3 +166,28 @@ def test_launches_cover_the_worst_routing() -> None:
     once = derive_sizes(MoEConfig(64, 64, 8, 2, grad_dtype="bf16"), 0, 1000)
     whole = SimpleNamespace(**once._asdict() | {"macro_blocks": once.max_row_blocks})
     assert hopper_backward.extra_buffers(config, whole)["straddling"].shape[1] == 0
+
+
+@pytest.mark.parametrize(("multiprocessors", "ctas"), [(1, 2), (2, 2), (5, 4), (132, 132)])
+def test_a_grid_is_whole_clusters_and_never_empty(multiprocessors, ctas, monkeypatch) -> None:
+    grids = []
+    monkeypatch.setattr(hopper_backward, "load_kernel", lambda *_: None)
+    monkeypatch.setattr(hopper_backward, "_num_multiprocessors", lambda: multiprocessors)
+    monkeypatch.setattr(hopper_backward, "Launch", lambda _, grid, *__: grids.append(grid))
+    for source in (hopper_backward.SOURCE, hopper_backward.CLUSTER_SOURCE):
+        hopper_backward._launch(hopper_backward.WGRAD_PAIRS, source=source)
+    assert grids == [(ctas,), (ctas,)]
+
+
+def test_dx_comes_after_a_chain_that_still_reads_what_lies_there() -> None:
+    path = SimpleNamespace(launch_backward_with_dx=None)
+    num_bytes = 8 * 16 * 2
+
+    def early(x: int, dy: int, shared: int, path: Any = path) -> bool:
+        layer = dict(x_in=x, num_tokens=8, hidden_size=16, shared_intermediate_size=shared)
+        return gpu_layer._dx_may_come_early(path, layer, dict(dx=4096, dy_in=dy))
+
+    assert early(0, 8192, shared=24) and early(4096, 4096, shared=0)
+    assert early(4096 - num_bytes, 4096 + num_bytes, shared=24)
+    assert not early(4096, 8192, shared=24) and not early(0, 4096 + num_bytes - 2, shared=24)
+    assert not early(0, 8192, shared=0, path=SimpleNamespace())

@@ -107,7 +107,16 @@ class AfterPortableForward:
         return block
 
 
-def gradients(config: MoEConfig, inputs: Any, save: str, seed: int) -> list[dict]:
+def placed_in_dx(workspace: DeviceWorkspace, rows: Any) -> Any:
+    import cupy
+
+    place = workspace.dx[: len(rows)]
+    place[:] = cupy.asarray(np.ascontiguousarray(rows).view(np.uint16))
+    return place
+
+
+def gradients(config: MoEConfig, inputs: Any, save: str, seed: int, in_dx: str = "") -> list[dict]:
+    """y and every gradient of each rank; `in_dx`: "x" or "dy" lies in the workspace's own dx."""
     module = hopper_mxfp8_backward if config.dtype == "mxfp8" else hopper_backward
     dgrad_params = hopper_backward._State._dgrad_params
 
@@ -121,11 +130,13 @@ def gradients(config: MoEConfig, inputs: Any, save: str, seed: int) -> list[dict
         workspace = DeviceWorkspace(config, heap, max(inputs.counts), path="portable")
         workspace.poison()
         workspace.extra(("path", 1), lambda: AfterPortableForward(module))
-        arguments = layers.rank_arguments(config, inputs, heap.rank)
-        y, context = gpu_layer.forward(config, heap, *arguments, workspace, save)
+        x, *others = layers.rank_arguments(config, inputs, heap.rank)
+        dy = layers.rank_dy(inputs, heap.rank)
+        x = placed_in_dx(workspace, x) if in_dx == "x" else x
+        y, context = gpu_layer.forward(config, heap, x, *others, workspace, save)
         kept = layers.as_host(y)
-        result = gpu_layer.backward(context, layers.rank_dy(inputs, heap.rank))
-        return layers.collect(kept, result)
+        dy = placed_in_dx(workspace, dy) if in_dx == "dy" else dy
+        return layers.collect(kept, gpu_layer.backward(context, dy))
 
     for source in SOURCES:
         kernels(source).seed(seed)
@@ -144,3 +155,12 @@ def test_gradients_in_any_order(name: str, wgrad: str, device: None) -> None:
     layers.assert_same(
         gradients(config, inputs, save, seed=len(name)), layers.reference(config, inputs)
     )
+
+
+@pytest.mark.parametrize("in_dx", ["x", "dy"])
+@pytest.mark.parametrize("wgrad", [hopper_backward.WGRAD])
+def test_a_step_may_start_from_the_last_ones_dx(in_dx: str, wgrad: str, device: None) -> None:
+    config = MoEConfig(**TAILS, shared_intermediate_size=24)
+    inputs = layers.make_inputs(config, (40,))
+    found = gradients(config, inputs, "all", seed=1, in_dx=in_dx)
+    layers.assert_same(found, layers.reference(config, inputs))

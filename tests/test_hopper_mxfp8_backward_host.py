@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from mok_ref.config import MoEConfig
 from mok_ref.gpu import compiler, hopper_backward, hopper_mxfp8_backward
 from mok_ref.gpu.params import BACKWARD_PARAMS, LAYER_PARAMS, new_params
 
@@ -153,3 +156,20 @@ def test_products_are_not_serialised_and_spills_are_those_of_the_page() -> None:
     if compiler.compiler_version() not in page_spills():
         pytest.skip(f"the page says nothing of NVRTC {compiler.compiler_version()}")
     assert found == page_spills()[compiler.compiler_version()]
+
+
+@pytest.mark.parametrize("shared", [0, 24])
+def test_the_shared_experts_kernel_is_loaded_before_the_first_barrier(shared: int) -> None:
+    loaded = []
+
+    def load_kernel(source: str, name: str, *_: Any) -> Any:
+        loaded.append((source, name))
+        return SimpleNamespace(num_regs=1)
+
+    config = MoEConfig(32, 32, 4, 2, dtype="mxfp8", shared_intermediate_size=shared)
+    with (
+        mock.patch.object(hopper_backward, "load_kernel", load_kernel),
+        mock.patch.object(hopper_mxfp8_backward, "load_kernel", load_kernel),
+    ):
+        hopper_mxfp8_backward.warm_up(SimpleNamespace(config=config))
+    assert ((hopper_backward.SOURCE, "moe_dgrad_hopper") in loaded) == bool(shared)

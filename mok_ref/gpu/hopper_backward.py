@@ -573,5 +573,5 @@ def _launch(name: str, *blocks: np.ndarray, source: str = SOURCE, early: bool = 
     kernel = load_kernel(source, name, (), shared)
     ctas = _num_multiprocessors()
     in_clusters = source == CLUSTER_SOURCE or name == WGRAD_PAIRS
-    grid = ctas - ctas % CLUSTER_SIZE if in_clusters else ctas
+    grid = max(1, ctas // CLUSTER_SIZE) * CLUSTER_SIZE if in_clusters else ctas
     return Launch(kernel, (grid,), THREADS, blocks, shared, early)

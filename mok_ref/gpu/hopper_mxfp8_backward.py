@@ -181,7 +181,10 @@ def _wgrad_maps(layer: Any, back: Any, at: dict[str, int]) -> np.ndarray:
 def warm_up(workspace: Any) -> None:
     """Compile and load every kernel of a step; on every rank before its first barrier."""
     bf16.warm_up(workspace)
-    for name in (_dgrad_name(workspace.config.swiglu_limit is not None), "moe_wgrad_mxfp8_hopper"):
+    clamped = workspace.config.swiglu_limit is not None
+    if workspace.config.shared_intermediate_size:
+        _ = load_kernel(bf16.SOURCE, bf16._dgrad_name(clamped), (), bf16.SHARED_BYTES).num_regs
+    for name in (_dgrad_name(clamped), "moe_wgrad_mxfp8_hopper"):
         _ = load_kernel(SOURCE, name, (), SHARED_BYTES).num_regs
 
 

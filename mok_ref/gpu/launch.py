@@ -91,10 +91,11 @@ def early_launcher(
     Raises: RuntimeError naming the driver's answer if it refuses a launch.
     """
     import cupy
-    from cuda.bindings import driver
 
     if int(cupy.cuda.Device().compute_capability) < FIRST_WITH_EARLY_LAUNCH:
         return plain_launcher(function, grid, threads, smem_bytes, arguments)
+    from cuda.bindings import driver
+
     attribute = driver.CUlaunchAttribute()
     ids = driver.CUlaunchAttributeID
     attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -323,7 +323,7 @@ def backward(
     schedule.launch_stage_dy(workspace, params, back, stream)
     _publish_quantised(workspace, "dy", dy)
     heap.barrier(BARRIER_DY)  # dy of every rank is readable
-    if router_share is None and hasattr(path, "launch_backward_with_dx"):
+    if router_share is None and _dx_may_come_early(path, params, back):
         path.launch_backward_with_dx(workspace, params, back, stream)
         return Gradients(*_outputs(context, back), **gradients)
     path.launch_backward(workspace, params, back, stream)
@@ -337,6 +337,19 @@ def backward(
     schedule.launch_dispatch_backward(workspace, params, back, stream)
 
     return Gradients(*_outputs(context, back), **gradients)
+
+
+def _dx_may_come_early(path: Any, params: ParamBlock, back: ParamBlock) -> bool:
+    """Whether dx may be written beside the weight gradients of the routed experts.
+
+    Those of the shared expert come last and read x and dy, which may lie where dx does.
+    """
+    if not hasattr(path, "launch_backward_with_dx"):
+        return False
+    num_bytes = int(params["num_tokens"]) * int(params["hidden_size"]) * 2
+    dx, inputs = int(back["dx"]), (int(params["x_in"]), int(back["dy_in"]))
+    apart = all(abs(dx - address) >= num_bytes for address in inputs)
+    return apart or int(params["shared_intermediate_size"]) == 0
 
 
 def _outputs(context: DeviceContext, back: ParamBlock) -> tuple[Any, Any]:
