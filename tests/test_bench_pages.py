@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,11 +17,21 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mok_ref.bench import entry, links_page, links_run, mxfp8, page, tasks
+from mok_ref.bench import commands, energy, entry, gpu, links_page, links_run, mxfp8, page, tasks
 from mok_ref.bench.cases import CASES, TABLE_CASES, BenchCase, routes
 from mok_ref.bench.commands import parse_peers, parse_sizes
 from mok_ref.bench.cpu import bench_cpu
-from mok_ref.bench.energy import Recorder, dense_bytes, layer_bytes, ratio_bound
+from mok_ref.bench.energy import (
+    ROUNDS,
+    EnergyError,
+    EnergyMeter,
+    Recorder,
+    bench_energy,
+    dense_bytes,
+    layer_bytes,
+    ratio_bound,
+    take_turns,
+)
 from mok_ref.bench.growth import (
     ALL_TO_ONE,
     AXES,
@@ -313,6 +324,114 @@ def test_power_is_read_between_steps_of_the_counter() -> None:
         recorder.between(1.1, 2.0 - 1e-9)
 
 
+class FakeClock:
+    """Milliseconds that pass in waits alone; a counter of 100 W that moves every 100 ms."""
+
+    def __init__(self, now: int, end: int) -> None:
+        self.now, self.end = now, end
+
+    def wait(self, seconds: float) -> bool:
+        self.now += round(1000 * seconds)
+        return self.now >= self.end
+
+    def perf_counter(self) -> float:
+        return self.now / 1000
+
+    def read(self) -> tuple[float, int]:
+        return 10.0 * (self.now // 100), 1500
+
+
+@pytest.mark.parametrize("now", [3, 51, 99])
+def test_power_of_a_steady_card_is_its_power(now: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock(now, now + 900)
+    monkeypatch.setattr(energy, "time", clock)
+    recorder = Recorder(cast(Any, clock))
+    recorder._stop = cast(Any, clock)
+    recorder._keep_steps()
+    watts, mhz = recorder.between(now / 1000, clock.perf_counter())
+    assert watts == pytest.approx(100.0, rel=1e-9) and mhz == 1500.0
+
+
+def test_an_error_of_the_watching_thread_is_raised() -> None:
+    def read() -> tuple[float, int]:
+        raise OSError("fell off the bus")
+
+    recorder = Recorder(cast(Any, SimpleNamespace(read=read)))
+    with pytest.raises(EnergyError, match="counter was lost: fell off the bus"), recorder:
+        pass
+
+
+def nvml(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., int]) -> None:
+    """A library with these functions alone, and a device for it."""
+    device = SimpleNamespace(pci_bus_id="0000:00:00.0")
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(energy.ctypes, "CDLL", lambda _: SimpleNamespace(**functions))
+
+
+def test_a_library_that_cannot_tell_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: lambda *_: 0 for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2")}
+    nvml(monkeypatch, **found)
+    with pytest.raises(EnergyError, match="has no nvmlDeviceGetTotalEnergyConsumption"):
+        EnergyMeter()
+    nvml(monkeypatch, nvmlInit_v2=lambda: 9)
+    with pytest.raises(RuntimeError, match="nvmlInit_v2 gave 9"):
+        EnergyMeter()
+
+
+def test_without_a_meter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: Any) -> None:
+        raise AssertionError("measured without a meter")
+
+    nvml(monkeypatch)
+    cuda = SimpleNamespace(set_stream=lambda _: None, Stream=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(entry, "require_gpu", lambda _: None)
+    monkeypatch.setattr(gpu, "device_facts", dict)
+    monkeypatch.setattr(gpu, "bench_case", measured)
+    with pytest.raises(EnergyError, match="has no nvmlInit_v2"):
+        commands.bench_cuda("qwen3,energy")
+
+
+def test_a_peer_that_raises_drops_out() -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        name: partial(str, name) for name in ("dense", "peer", "ours")
+    }
+    failing: dict[str, Exception] = {"peer": ValueError("no kernel")}
+    left_out: dict[str, str] = {}
+
+    def measure(call: Callable[[], Any]) -> tuple[float, float, float]:
+        name = call()
+        if name in failing:
+            raise failing[name]
+        return 1.0, 2.0, 3.0
+
+    def turns() -> dict[str, Any]:
+        return take_turns(calls, measure, ("peer",), lambda n, e: left_out.update({n: str(e)}))
+
+    assert turns() == {name: [(1.0, 2.0, 3.0)] * ROUNDS for name in ("dense", "ours")}
+    assert left_out == {"peer": "no kernel"}
+    for name, error in (("ours", ValueError("ours")), ("peer", EnergyError("counter"))):
+        failing = {name: error}
+        with pytest.raises(type(error), match=str(error)):
+            turns()
+
+
+def test_finished_cases_are_kept_when_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kept = gpu.BenchReport({}), []
+
+    def energy_of(case: BenchCase, *_: Any) -> None:
+        if case.name == TABLE_CASES[2]:
+            raise EnergyError("lost")
+        made.energy.append(cast(Any, case.name))
+
+    monkeypatch.setattr(energy, "measure_copy", lambda _: COPY)
+    monkeypatch.setattr(energy, "energy_of", energy_of)
+    with pytest.raises(EnergyError, match="lost"):
+        bench_energy(made, cast(Any, None), (), lambda: kept.append((made.copy, [*made.energy])))
+    assert kept[-1] == (COPY, list(TABLE_CASES[:2]))
+
+
 def test_what_power_leaves() -> None:
     def row(contender: str, ms: float, joules: float, mhz: float) -> dict:
         made = {"case": "qwen3", "direction": "forward", "contender": contender, "ms": ms}
@@ -346,6 +465,26 @@ def test_turns_are_long_enough_for_the_clock() -> None:
     assert protocol.calls(100.0, 1.0) == (2, 7)  # at least 20 calls in 3 rounds
     assert protocol.calls(0.01, 1.0) == (400, 400)
     assert Protocol(repeats=3000).calls(0.01, 1.0) == (400, 3000)
+
+
+def test_a_capture_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
+        if call is refuses:
+            raise RuntimeError("capture failed\nat a line")
+        return call
+
+    def refuses() -> None:
+        pass
+
+    times = Timing(sustained=[[1.0]], bursts=[[1.0]])
+    monkeypatch.setattr(gpu, "graphed", graphed)
+    monkeypatch.setattr(gpu, "time_contenders", lambda calls, *_, **__: dict.fromkeys(calls, times))
+    made = gpu.BenchReport({})
+    contenders = {"dense cuBLAS": lambda: None, "torch eager": refuses}
+    for name in ("small-16", "qwen3"):
+        found = gpu._time(CASES[name], contenders, np.random.default_rng(0), Protocol())
+        gpu._add_rows(CASES[name], "forward", *found, made)
+    assert [row.note for row in made.rows] == ["graph", "no graph: capture failed", "", ""]
 
 
 # --------------------------------------------------------------------------- others

@@ -133,6 +133,8 @@ def test_pages_that_cannot_be_filled(
             MAIN[program](words_of(program, report, target))
         (line,) = capsys.readouterr().err.splitlines()
         assert stopped.value.code == 2 and str(target) in line
+        if content is None:
+            assert "must be an existing page with the markers '<!-- " in line
         assert (target.read_bytes() if target.exists() else None) == content
         assert not (tmp_path / "given.svg").exists()
 
@@ -167,6 +169,8 @@ PARTIAL: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
         "layers holds no mok_ref, nothing remote for qwen3 forward, R = 1",
     ),
     ("mxfp8", lambda r: r.update(rows=[]), "nothing was measured"),
+    ("mxfp8", lambda r: r["rows"][1].update(tokens=7), "tokens of qwen3 in rows must be 8192, got"),
+    ("mxfp8", lambda r: r["rows"].append(r["rows"][1]), "each case once, got qwen3 twice"),
     ("mxfp8", lambda r: r["rows"][1].update(case="foo"), "rows[1].case must be one of"),
     ("mxfp8", lambda r: r["rows"][1]["ms"].update({"bf16 step": 0}), "ms.bf16 step must be"),
     ("mxfp8", lambda r: r["rows"][1]["ms"].pop("bf16 step"), "rows[1].ms.bf16 step is missing"),
@@ -211,6 +215,26 @@ def test_pictures_come_after_everything_was_read(
     page.write_page([first], target)
     assert drawn == [tmp_path / "page.svg", tmp_path / "a.svg"]
     assert "(page.svg)" in target.read_text() and "(a.svg)" in target.read_text()
+
+
+def test_a_run_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for draw in ("draw_growth", "draw_runs"):
+        monkeypatch.setattr(page, draw, lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    first, second, target = (tmp_path / name for name in ("a.json", "b.json", "page.md"))
+    report = bench_report()
+    first.write_text(json.dumps(report))
+    target.write_text(PAGE_TEXT)
+    with pytest.raises(ValueError, match=r"must be named once, got a\.json twice"):
+        page.write_page([first, Path("a.json")], target)
+    second.write_text(json.dumps(report | {"saving": []}))
+    with pytest.raises(ValueError, match=r"of different runs, got one in .*a\.json, .*b\.json"):
+        page.write_page([first, second], target)
+    assert target.read_text() == PAGE_TEXT
+    changes: list[dict[str, Any]] = [{"device": report["device"] | {"time": "00:01 UTC"}}]
+    for change in [*changes, {"rows": []}]:
+        second.write_text(json.dumps(report | change))
+        page.write_page([first, second], target)
 
 
 def test_a_picture_replaces_no_report(tmp_path: Path) -> None:
@@ -261,11 +285,14 @@ def test_a_table_is_put_between_its_markers_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
 
 
-def test_writing_a_report_replaces_no_neighbour(tmp_path: Path) -> None:
+def test_writing_a_report_replaces_no_neighbour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     neighbours = ("r.part", "r.json.part", ".r.json.tmp", "r.tmp")
     for name in neighbours:
         (tmp_path / name).write_text("mine")
     bench_on_cpu("16x16x16x2x1", "1", "forward", 1, tmp_path / "r.json", True)
+    assert capsys.readouterr().err.startswith("16x16x16x2x1, R = 1: ")
     assert json.loads((tmp_path / "r.json").read_text())
     assert {path.name for path in tmp_path.iterdir()} == {*neighbours, "r.json"}
     assert all((tmp_path / name).read_text() == "mine" for name in neighbours)

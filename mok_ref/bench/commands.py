@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES, BenchCase
 from mok_ref.bench.timing import Protocol
 from mok_ref.casefile import write_whole
+
+if TYPE_CHECKING:
+    from mok_ref.bench.cpu import CpuTiming
 
 EXPERIMENTS = ("save", "ranks", "around", "growth", "energy")
 """Words of --sizes beside cases: save modes, virtual ranks, kernels around the products, growth of
@@ -75,15 +80,20 @@ def parse_peers(text: str) -> tuple[str, ...]:
 def bench_on_cpu(
     sizes: str, ranks: str, directions: str, repeats: int, output: Path | None, as_json: bool
 ) -> None:
-    """Run, print, write."""
+    """Run, print, write. Each row that is finished is named on stderr at once."""
     from mok_ref.bench.cpu import bench_cpu, bench_json, print_bench
     from mok_ref.verify import parse_ranks
 
     backward = "backward" in parse_directions(directions)
-    timings = bench_cpu(sizes, parse_ranks(ranks), repeats, backward)
+    timings = bench_cpu(sizes, parse_ranks(ranks), repeats, backward, _say_finished)
     if output is not None:
         write_whole(output, bench_json(timings))
     print_bench(timings, as_json)
+
+
+def _say_finished(timing: CpuTiming) -> None:
+    ms = timing.forward_ms + timing.backward_ms
+    print(f"{timing.name}, R = {timing.ranks}: {ms:.0f} ms", file=sys.stderr, flush=True)
 
 
 def bench_cuda(
@@ -101,20 +111,26 @@ def bench_cuda(
     require_gpu("bench --device cuda")
     import torch
 
+    from mok_ref.bench.energy import EnergyMeter
     from mok_ref.bench.gpu import BenchReport, bench_case, device_facts, print_report
     from mok_ref.bench.variants import run_experiment
 
     chosen, opponents, wanted = parse_sizes(cases), parse_peers(peers), parse_directions(directions)
+    meter = EnergyMeter() if "energy" in chosen else None  # refuses before anything is measured
     torch.cuda.set_stream(torch.cuda.Stream())
     report = BenchReport(device_facts())
+
+    def keep() -> None:
+        if output is not None:
+            write_whole(output, report.to_json())
+
     protocol = Protocol(repeats=repeats or 20, bursts=bursts)
     for what in chosen:
         if isinstance(what, str):
-            run_experiment(what, report, opponents)
+            run_experiment(what, report, opponents, meter, keep)
         else:
             bench_case(what, wanted, opponents, report, protocol)
-        if output is not None:
-            write_whole(output, report.to_json())
+        keep()
     if as_json:
         print(report.to_json())
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from mok_ref.bench.cases import CASES
@@ -54,8 +55,17 @@ def multiply_adds(size: RandomCase) -> int:
     return 3 * size.hidden_size * (routed + size.num_tokens * size.shared_size)
 
 
-def bench_cpu(sizes: str, ranks: list[int], repeats: int, backward: bool) -> list[CpuTiming]:
-    """Time every size, each once, on every number of ranks that divides its experts."""
+def bench_cpu(
+    sizes: str,
+    ranks: list[int],
+    repeats: int,
+    backward: bool,
+    finished: Callable[[CpuTiming], None] = lambda _: None,
+) -> list[CpuTiming]:
+    """Time every size, each once, on every number of ranks that divides its experts.
+
+    finished  told each timing as soon as it is there
+    """
     if repeats < 1:
         raise ValueError(f"repeats must be >= 1, got {repeats}")
     chosen = [(name, parse_size(name)) for name in dict.fromkeys(sizes.split(","))]
@@ -65,12 +75,13 @@ def bench_cpu(sizes: str, ranks: list[int], repeats: int, backward: bool) -> lis
                 f"ranks must hold a divisor of the {size.num_experts} experts of {name}, "
                 f"got {', '.join(map(str, ranks))}"
             )
-    return [
-        _time(name, size, r, repeats, backward)
-        for name, size in chosen
-        for r in ranks
-        if size.num_experts % r == 0
-    ]
+    timings = []
+    for name, size in chosen:
+        for r in ranks:
+            if size.num_experts % r == 0:
+                timings.append(_time(name, size, r, repeats, backward))
+                finished(timings[-1])
+    return timings
 
 
 def _time(name: str, size: RandomCase, ranks: int, repeats: int, backward: bool) -> CpuTiming:

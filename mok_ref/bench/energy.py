@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -106,10 +106,14 @@ def ratio_bound(
 # --------------------------------------------------------------------------- measuring
 
 
+class EnergyError(RuntimeError):
+    """The energy counter is absent, cannot tell, or does not move."""
+
+
 class EnergyMeter:
     """Energy counter and clock of CUDA's current device, through NVML.
 
-    Raises: RuntimeError where NVML is absent or cannot tell.
+    Raises: EnergyError where NVML is absent, too old or cannot tell.
     """
 
     def __init__(self) -> None:
@@ -118,7 +122,7 @@ class EnergyMeter:
         try:
             self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError as error:
-            raise RuntimeError(f"energy needs NVML: {error}") from error
+            raise EnergyError(f"energy needs NVML: {error}") from error
         bus = cupy.cuda.Device().pci_bus_id.encode()
         self._device = ctypes.c_void_p()
         self._ask("nvmlInit_v2")
@@ -134,9 +138,13 @@ class EnergyMeter:
         return energy.value / 1e3, clock.value
 
     def _ask(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._nvml, name)(*arguments)
+        try:
+            function = getattr(self._nvml, name)
+        except AttributeError:
+            raise EnergyError(f"energy needs a later NVML: this one has no {name}") from None
+        code = function(*arguments)
         if code != 0:
-            raise RuntimeError(f"energy needs NVML: {name} gave {code}")
+            raise EnergyError(f"energy needs NVML: {name} gave {code}")
 
 
 @dataclass
@@ -144,12 +152,16 @@ class Recorder:
     """Watches the counter from a thread of its own while `with` lasts.
 
     The counter moves in steps some tens of milliseconds apart, so every step is kept with its time.
+    What it shows at first is no step: nobody knows since when it does.
+
+    Raises: EnergyError at the end of `with` when the counter could not be read.
     """
 
     meter: EnergyMeter
     samples: list[tuple[float, float, int]] = field(default_factory=list)  # time, joules, MHz
 
     def __enter__(self) -> Recorder:
+        self._error: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -158,9 +170,17 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        if self._error is not None:
+            raise EnergyError(f"energy counter was lost: {self._error}") from self._error
 
     def _watch(self) -> None:
-        last = -1.0
+        try:
+            self._keep_steps()
+        except Exception as error:  # raised by the thread that measures
+            self._error = error
+
+    def _keep_steps(self) -> None:
+        last, _ = self.meter.read()
         while not self._stop.wait(POLL_S):
             joules, mhz = self.meter.read()
             if joules != last:
@@ -174,11 +194,11 @@ class Recorder:
     def between(self, begin: float, end: float) -> tuple[float, float]:
         """(watts, mean MHz) from the first to the last step in this time.
 
-        Raises: RuntimeError where the counter took fewer than two steps.
+        Raises: EnergyError where the counter took fewer than two steps.
         """
         if self.steps(begin, end) < 2:
             took = self.steps(begin, end)
-            raise RuntimeError(f"energy counter took {took} steps in {end - begin:.2f} s")
+            raise EnergyError(f"energy counter took {took} steps in {end - begin:.2f} s")
         inside = [sample for sample in self.samples if begin <= sample[0] <= end]
         (first, joules, _), (last, more, _) = inside[0], inside[-1]
         return (more - joules) / (last - first), float(np.mean([s[2] for s in inside]))
@@ -247,41 +267,69 @@ def measure_copy(meter: EnergyMeter) -> dict[str, float]:
     }
 
 
-def bench_energy(report: Any, peers: tuple[str, ...] = ()) -> None:
-    """Every large case beside dense cuBLAS and `peers`; adds to report.energy, report.copy."""
-    meter = EnergyMeter()
+def bench_energy(
+    report: Any, meter: EnergyMeter, peers: tuple[str, ...], keep: Callable[[], None]
+) -> None:
+    """Every large case beside dense cuBLAS and `peers`; adds to report.energy, report.copy.
+
+    keep  called after every case, to store what the report has
+    """
     report.copy = measure_copy(meter)
     for name in TABLE_CASES:
-        report.energy += energy_of(CASES[name], meter, peers, report)
+        energy_of(CASES[name], meter, peers, report)
+        keep()
 
 
-def energy_of(
-    case: BenchCase, meter: EnergyMeter, peers: tuple[str, ...], report: Any
-) -> list[EnergyRow]:
-    """Contenders take turns of `SECONDS`; means of `ROUNDS` turns."""
-    from mok_ref.bench.gpu import OURS, OURS_BF16, OurLayer, peer_calls
+def energy_of(case: BenchCase, meter: EnergyMeter, peers: tuple[str, ...], report: Any) -> None:
+    """Contenders take turns of `SECONDS`; means of `ROUNDS` turns. Adds to report.energy."""
+    from mok_ref.bench.gpu import OURS, OURS_BF16, OurLayer, leave_out, peer_calls
     from mok_ref.bench.peers import make_inputs
     from mok_ref.bench.timing import free_device_memory
 
     inputs = make_inputs(case)
     layer = OurLayer(inputs, "bf16")
     calls = {name: peer_calls(name, inputs, report) for name in ("dense cuBLAS", *peers)}
-    rows = []
+
+    def failed(name: str, why: Exception) -> None:
+        leave_out(name, case, report, why)
+        calls[name] = {}
+
     for direction in ("forward", "backward"):
         ours: dict[str, Callable[[], Any]] = {OURS: partial(layer.forward, "none")}
         if direction == "backward":
             layer.forward("all")
             ours = {OURS_BF16: layer.backward}
         contenders = {name: call[direction] for name, call in calls.items() if call} | ours
-        found: dict[str, list[Any]] = {name: [] for name in contenders}
-        for _ in range(ROUNDS):
-            for name, call in contenders.items():
-                found[name].append(measure_energy(meter, call))
+        found = take_turns(contenders, partial(measure_energy, meter), peers, failed)
         for name, turns in found.items():
             ms, watts, mhz = map(float, np.mean(turns, axis=0))
             row = EnergyRow(case.name, direction, name, ms, ms * watts / 1e3, watts, mhz)
-            rows.append(row)
+            report.energy.append(row)
     layer.close()
-    del layer, calls, call, contenders, ours, inputs
+    calls.clear()
+    del layer, contenders, ours, inputs
     free_device_memory()
-    return rows
+
+
+def take_turns(
+    contenders: dict[str, Callable[[], Any]],
+    measure: Callable[[Callable[[], Any]], tuple[float, float, float]],
+    may_fail: Collection[str],
+    failed: Callable[[str, Exception], None],
+) -> dict[str, list[tuple[float, float, float]]]:
+    """`ROUNDS` measurements of every contender, in turn.
+
+    may_fail  contenders that drop out when they raise; `failed` is told
+    Raises:   EnergyError, which is nobody's fault but the counter's; what all others raise
+    """
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):
+        for name in list(found):
+            try:
+                found[name].append(measure(contenders[name]))
+            except Exception as why:  # whatever foreign code raises, the others are still measured
+                if isinstance(why, EnergyError) or name not in may_fail:
+                    raise
+                failed(name, why)
+                del found[name]
+    return found

@@ -54,7 +54,7 @@ class BenchRow:
     ratio_sustained: float  # time of dense cuBLAS / this time, paired (Timing.ratio)
     ratio_bursts: float
     samples: int
-    note: str = ""
+    note: str = ""  # "graph", or why a small case was not replayed from one
 
 
 @dataclass
@@ -256,8 +256,8 @@ def bench_case(
     for direction in directions:
         contenders = _our_calls(direction, layer, layer_bf16, report)
         contenders |= {name: call[direction] for name, call in calls.items() if direction in call}
-        timings = _time(case, contenders, rng, protocol)
-        _add_rows(case, direction, timings, report)
+        timings, notes = _time(case, contenders, rng, protocol)
+        _add_rows(case, direction, timings, notes, report)
     layer.close()
     layer_bf16.close()
     del calls, contenders, inputs, layer, layer_bf16
@@ -289,12 +289,17 @@ def peer_calls(name: str, inputs: BenchInputs, report: BenchReport) -> dict[str,
         report.peers[name] = software_of(name)
         return PEERS[name](inputs)
     except Exception as error:  # whatever foreign code raises, the others are still measured
-        _leave_out(name, inputs.case, report, error)
+        leave_out(name, inputs.case, report, error)
         return {}
 
 
-def _leave_out(name: str, case: BenchCase, report: BenchReport, why: object) -> None:
-    report.left_out[f"{name} on {case.name}"] = str(why).strip().split("\n")[0][:200] or repr(why)
+def leave_out(name: str, case: BenchCase, report: BenchReport, why: object) -> None:
+    """Name a peer that does not take part, and why."""
+    report.left_out[f"{name} on {case.name}"] = _first_line(why)
+
+
+def _first_line(why: object) -> str:
+    return str(why).strip().split("\n")[0][:200] or repr(why)
 
 
 def _check_peers(
@@ -312,12 +317,12 @@ def _check_peers(
             found = calls[name]["forward"](), calls[name]["backward"]()[0]
             error = max(relative_error(a.detach(), b) for a, b in zip(found, (y, dx)))
         except Exception as failure:  # see peer_calls
-            _leave_out(name, layer.case, report, failure)
+            leave_out(name, layer.case, report, failure)
             calls[name] = {}
             continue
         report.peer_errors[f"{name} on {layer.case.name}"] = error
         if not error <= PEER_TOLERANCE[layer.case.dtype]:
-            _leave_out(name, layer.case, report, f"y or dx is another by {error:.1e}")
+            leave_out(name, layer.case, report, f"y or dx is another by {error:.1e}")
             calls[name] = {}
 
 
@@ -326,26 +331,36 @@ def _time(
     contenders: dict[str, Callable[[], Any]],
     rng: np.random.Generator,
     protocol: Protocol,
-) -> dict[str, Timing]:
-    """Small cases replayed from CUDA graphs; they leave the card's power alone, so that short
-    turns do."""
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """(timings, notes of how they were launched).
+
+    Small cases are replayed from CUDA graphs; they leave the card's power alone, so that short
+    turns do.
+    """
+    notes = dict.fromkeys(contenders, "")
     if case.num_tokens <= SMALL_TOKENS:
-        contenders = {name: _graphed_or_plain(call) for name, call in contenders.items()}
+        launched = {name: _graphed_or_plain(call) for name, call in contenders.items()}
+        contenders = {name: call for name, (call, _) in launched.items()}
+        notes = {name: note for name, (_, note) in launched.items()}
         protocol = replace(protocol, rounds=SMALL_ROUNDS, skip_s=0.005, turn_s=0.015)
-    return time_contenders(contenders, rng, protocol, brief=FAR_AWAY)
+    return time_contenders(contenders, rng, protocol, brief=FAR_AWAY), notes
 
 
-def _graphed_or_plain(call: Callable[[], Any]) -> Callable[[], Any]:
+def _graphed_or_plain(call: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
+    """The call from a graph, or as it is where it cannot be captured; which of the two, in words"""
     try:
-        return graphed(call)
-    except RuntimeError:
-        return call
+        return graphed(call), "graph"
+    except RuntimeError as error:
+        return call, f"no graph: {_first_line(error)}"
 
 
 def _add_rows(
-    case: BenchCase, direction: str, timings: dict[str, Timing], report: BenchReport
+    case: BenchCase,
+    direction: str,
+    timings: dict[str, Timing],
+    notes: dict[str, str],
+    report: BenchReport,
 ) -> None:
-    note = "graph" if case.num_tokens <= SMALL_TOKENS else ""
     dense = timings["dense cuBLAS"]
     for name, timing in timings.items():
         row = BenchRow(
@@ -358,7 +373,7 @@ def _add_rows(
             ratio_sustained=dense.ratio(timing, "sustained"),
             ratio_bursts=dense.ratio(timing, "bursts"),
             samples=sum(map(len, timing.sustained)),
-            note=note,
+            note=notes[name],
         )
         report.rows.append(row)
     if OURS_SAVING in timings:

@@ -455,7 +455,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the tables of a page."""
     parser = WordParser(description="Write the tables of docs/multi_gpu.md.")
     parser.add_argument("reports", nargs="+", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
+    markers = f"an existing page with the markers {BEGIN} and {END}"
+    parser.add_argument("--output", type=Path, required=True, help=markers)
     with one_line_errors():
         options = parser.parse_args(arguments)
         reports = [read_whole(path) for path in options.reports]

@@ -124,11 +124,7 @@ def measure(name: str, checked: bool) -> dict[str, Any]:
     times |= time_contenders(backward_calls(bf16, ours), rng, PROTOCOL)
     row = {
         "case": name,
-        "tokens": case.num_tokens,
-        "hidden": case.hidden_size,
-        "intermediate": case.intermediate_size,
-        "experts": case.num_experts,
-        "top_k": case.top_k,
+        **sizes_of(case),
         "flops": case.flops("forward"),
         "ms": {name: timing.median("sustained") for name, timing in times.items()},
         "ratios": paired_ratios(times),
@@ -139,6 +135,17 @@ def measure(name: str, checked: bool) -> dict[str, Any]:
     del bf16, ours, inputs
     free_device_memory()
     return row
+
+
+def sizes_of(case: BenchCase) -> dict[str, int]:
+    """T, H, I, E, K by the names they have in a report."""
+    return {
+        "tokens": case.num_tokens,
+        "hidden": case.hidden_size,
+        "intermediate": case.intermediate_size,
+        "experts": case.num_experts,
+        "top_k": case.top_k,
+    }
 
 
 def paired_ratios(times: dict[str, Timing]) -> dict[str, float]:
@@ -237,6 +244,19 @@ REPORT = ReportKind(
 TABLES = {"device times": time_table, "device memory": memory_table}
 
 
+def check_cases(report: dict[str, Any]) -> None:
+    """Each case once, with its own sizes. Raises: ValueError."""
+    seen: set[str] = set()
+    for row in report["rows"]:
+        name, sizes = row["case"], sizes_of(CASES[row["case"]])
+        if name in seen:
+            raise ValueError(f"rows must hold each case once, got {name} twice")
+        seen.add(name)
+        for key, size in sizes.items():
+            if row[key] != size:
+                raise ValueError(f"{key} of {name} in rows must be {size}, got {row[key]}")
+
+
 def fill_page(page: Path, path: Path) -> None:
     """Write the tables of the report at `path` between the page's markers.
 
@@ -245,6 +265,7 @@ def fill_page(page: Path, path: Path) -> None:
     """
     report = read_report(path, REPORT)
     with errors_name(path, REPORT):
+        check_cases(report)
         made = {
             (f"<!-- begin {name} -->", f"<!-- end {name} -->"): make(report)
             for name, make in TABLES.items()
@@ -262,7 +283,7 @@ def _run(arguments: list[str] | None) -> int:
     parser = WordParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="cases to measure, or with --page the report")
     parser.add_argument("--output", type=Path, help="JSON file of the report")
-    parser.add_argument("--page", type=Path, help="page to write the tables into")
+    parser.add_argument("--page", type=Path, help="existing page with markers of its tables")
     parser.add_argument("--unchecked", action="store_true", help="leave out the comparison")
     options = parser.parse_args(arguments)
     if options.page:

@@ -9,6 +9,7 @@ report's growth beside the report.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -314,6 +315,24 @@ def page_text(
     return "\n".join(lines).rstrip()
 
 
+def _check_each_run_once(paths: Sequence[Path], reports: list[dict[str, Any]]) -> None:
+    """A run that is there twice would count twice in every median.
+
+    Raises: ValueError naming the files.
+    """
+    files: set[Path] = set()
+    runs: dict[str, Path] = {}
+    for path, report in zip(paths, reports, strict=True):
+        if path.resolve() in files:
+            raise ValueError(f"reports must be named once, got {path} twice")
+        files.add(path.resolve())
+        # Reports of other experiments may be of one minute: they hold no rows, but are not equal.
+        run = json.dumps([report["device"], report["rows"] or report], sort_keys=True)
+        if run in runs:
+            raise ValueError(f"reports must be of different runs, got one in {runs[run]}, {path}")
+        runs[run] = path
+
+
 def write_page(paths: Sequence[Path], page: Path) -> None:
     """Tables of stored reports between the page's markers, a picture of the runs beside the page,
     and the curves of each report that has some in a picture beside that report. Nothing is written
@@ -323,6 +342,7 @@ def write_page(paths: Sequence[Path], page: Path) -> None:
     matplotlib.
     """
     reports, curves = [read_report(path, BENCH) for path in paths], {}
+    _check_each_run_once(paths, reports)
     for path, report in zip(paths, reports, strict=True):
         picture = path.with_suffix(".svg")
         if report.get("growth"):
@@ -344,7 +364,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the tables of a page, and the pictures they show."""
     parser = WordParser(description="Write the tables of docs/results.md.")
     parser.add_argument("reports", nargs="+", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
+    markers = f"an existing page with the markers {BEGIN} and {END}"
+    parser.add_argument("--output", type=Path, required=True, help=markers)
     with one_line_errors():
         options = parser.parse_args(arguments)
         write_page(options.reports, options.output)

@@ -152,10 +152,13 @@ def errors_name(path: Path, kind: ReportKind) -> Iterator[None]:
 def page_with_tables(page: Path, made: Mapping[tuple[str, str], str]) -> str:
     """The page's text with each of `made` in place of what is between its two markers.
 
-    Raises: ValueError when a pair of markers is not there exactly once; OSError.
+    Raises: ValueError when the page is not there, or a pair of markers not exactly once; OSError.
     """
     try:
         text = page.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        markers = ", ".join(repr(marker) for pair in made for marker in pair)
+        raise ValueError(f"{page} must be an existing page with the markers {markers}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{page} must be a page: no text: {error}") from None
     for (begin, end), table in made.items():

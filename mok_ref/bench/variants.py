@@ -79,8 +79,15 @@ class AroundRow:
         return f"around {self.case:11} {self.kernels:8} {self.us:.1f} us{rate}{where}"
 
 
-def run_experiment(name: str, report: Any, peers: tuple[str, ...]) -> None:
-    """One of `mok_ref.bench.commands.EXPERIMENTS`; adds to `report`. peers: who else may run."""
+def run_experiment(
+    name: str, report: Any, peers: tuple[str, ...], meter: Any, keep: Callable[[], None]
+) -> None:
+    """One of `mok_ref.bench.commands.EXPERIMENTS`; adds to `report`.
+
+    peers  who else may run
+    meter  `EnergyMeter`, which "energy" needs
+    keep   stores what the report has; called after each of the cases that "energy" measures
+    """
     from mok_ref.bench.energy import bench_energy
     from mok_ref.bench.growth import bench_growth
 
@@ -96,7 +103,8 @@ def run_experiment(name: str, report: Any, peers: tuple[str, ...]) -> None:
     elif name == "growth":
         bench_growth(report)
     else:
-        bench_energy(report, tuple(peer for peer in peers if peer in ENERGY_PEERS))
+        others = tuple(peer for peer in peers if peer in ENERGY_PEERS)
+        bench_energy(report, meter, others, keep)
 
 
 # --------------------------------------------------------------------------- save modes
