@@ -4,16 +4,13 @@ asynchronous, against the NumPy layer, bit for bit (tests/gpu/host_cuda/hopper.p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from gpu import test_layer_gpu as layers
-from gpu.host_cuda import compiler as host_compiler
-from gpu.host_cuda.hopper import HopperKernels, encode_tiled
-from host_cupy import HostFunction, host_cuda_device, load_host_kernel
+from host_hopper import hopper_on_host, kernels
 
 from mok_ref.config import MoEConfig
 from mok_ref.gpu import hopper, hopper_backward
@@ -41,39 +38,17 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@lru_cache(maxsize=4)
-def kernels(source: str, macros: tuple[str, ...]) -> HopperKernels:
-    return HopperKernels(source, macros)
-
-
-def load_kernel(source: str, kernel: str, macros: Any = (), smem_bytes: int = 0) -> Any:
-    if source.startswith("megakernel"):
-        return HostFunction(kernels(source, tuple(macros)), kernel)
-    return load_host_kernel(source, kernel, macros, smem_bytes)
-
-
 @pytest.fixture
 def device() -> Iterator[None]:
-    if host_compiler() is None:
-        pytest.skip("no C++ compiler to build the kernels for the CPU")
-    with host_cuda_device():
-        patches = [
-            mock.patch.object(module, name, value)
-            for module in (hopper, hopper_backward)
-            for name, value in (("encode_tiled", encode_tiled), ("load_kernel", load_kernel))
-        ]
-        patches += [
-            mock.patch.object(hopper, "ForwardKernel", partial(hopper.ForwardKernel, num_ctas=1)),
-            mock.patch.object(hopper, "COMBINE_FROM_TOKENS", 0),
-            mock.patch.object(hopper_backward, "_num_multiprocessors", lambda: 1),
-            mock.patch.object(hopper_backward, "_wgrad_name", lambda *blocks: "moe_wgrad_hopper"),
-            mock.patch.object(gpu_layer, "_hopper_refusal", lambda config: ""),
-        ]
-        for patch in patches:
-            patch.start()
+    with hopper_on_host(
+        (hopper, hopper_backward),
+        (hopper, "ForwardKernel", partial(hopper.ForwardKernel, num_ctas=1)),
+        (hopper, "COMBINE_FROM_TOKENS", 0),
+        (hopper_backward, "_num_multiprocessors", lambda: 1),
+        (hopper_backward, "_wgrad_name", lambda *blocks: "moe_wgrad_hopper"),
+        (gpu_layer, "_hopper_refusal", lambda config: ""),
+    ):
         yield
-        for patch in patches:
-            patch.stop()
 
 
 def outputs(config: MoEConfig, inputs: Any, cluster_size: int) -> list[np.ndarray]:

@@ -7,16 +7,13 @@ imitates the device. Every gradient is compared with the NumPy layer, bit for bi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 from gpu import test_layer_gpu as layers
-from gpu.host_cuda import compiler as host_compiler
-from gpu.host_cuda.hopper import HopperKernels, encode_tiled
-from host_cupy import HostFunction, host_cuda_device, load_host_kernel
+from host_hopper import hopper_on_host, kernels
 
 from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.gpu import hopper_backward, hopper_mxfp8, hopper_mxfp8_backward
@@ -48,34 +45,14 @@ RUNS = [(name, hopper_backward.WGRAD) for name in CASES]
 RUNS += [(name, hopper_backward.WGRAD_PAIRS) for name in CASES if "bf16" in name]
 
 
-@lru_cache(maxsize=4)
-def kernels(source: str) -> HopperKernels:
-    return HopperKernels(source)
-
-
-def load_kernel(source: str, kernel: str, macros: Any = (), smem_bytes: int = 0) -> Any:
-    if source.startswith("megakernel"):
-        return HostFunction(kernels(source), kernel)
-    return load_host_kernel(source, kernel, macros, smem_bytes)
-
-
 @pytest.fixture
 def device(wgrad: str) -> Iterator[None]:
-    if host_compiler() is None:
-        pytest.skip("no C++ compiler to build the kernels for the CPU")
-    with host_cuda_device():
-        patches = [
-            mock.patch.object(module, name, value)
-            for module in MODULES
-            for name, value in (("encode_tiled", encode_tiled), ("load_kernel", load_kernel))
-        ]
-        kind = {"_num_multiprocessors": lambda: 2, "_wgrad_name": lambda *_: wgrad}
-        patches += [mock.patch.object(hopper_backward, *item) for item in kind.items()]
-        for patch in patches:
-            patch.start()
+    with hopper_on_host(
+        MODULES,
+        (hopper_backward, "_num_multiprocessors", lambda: 2),
+        (hopper_backward, "_wgrad_name", lambda *_: wgrad),
+    ):
         yield
-        for patch in patches:
-            patch.stop()
 
 
 class AfterPortableForward:

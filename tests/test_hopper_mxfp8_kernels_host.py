@@ -4,18 +4,15 @@ asynchronous, against the NumPy layer, bit for bit (tests/gpu/host_cuda/hopper.p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from gpu import test_layer_gpu as layers
 from gpu import test_mxfp8_gpu as edges
-from gpu.host_cuda import compiler as host_compiler
-from gpu.host_cuda.hopper import HopperKernels, encode_tiled
 from gpu.test_hopper_mxfp8_backward_gpu import special_blocks
-from host_cupy import HostFunction, host_cuda_device, load_host_kernel
+from host_hopper import hopper_on_host, kernels
 
 from mok_ref.config import MoEConfig
 from mok_ref.gpu import hopper, hopper_backward, hopper_mxfp8, hopper_mxfp8_backward
@@ -31,41 +28,17 @@ SIZES: dict[str, Any] = dict(
 )
 
 
-@lru_cache(maxsize=4)
-def kernels(source: str) -> HopperKernels:
-    return HopperKernels(source)
-
-
-def load_kernel(source: str, kernel: str, macros: Any = (), smem_bytes: int = 0) -> Any:
-    if source.startswith("megakernel"):
-        return HostFunction(kernels(source), kernel)
-    return load_host_kernel(source, kernel, macros, smem_bytes)
-
-
 @pytest.fixture
 def device() -> Iterator[None]:
-    if host_compiler() is None:
-        pytest.skip("no C++ compiler to build the kernels for the CPU")
-    one_cta = partial(hopper.ForwardKernel, num_ctas=1)
-    with host_cuda_device():
-        patches = [
-            mock.patch.object(module, name, value)
-            for module in MODULES
-            for name, value in (("encode_tiled", encode_tiled), ("load_kernel", load_kernel))
-            if hasattr(module, name)
-        ]
-        patches += [
-            mock.patch.object(hopper, "ForwardKernel", one_cta),
-            mock.patch.object(hopper_mxfp8, "num_ctas", lambda workspace: 1),
-            mock.patch.object(hopper_backward, "_num_multiprocessors", lambda: 2),
-            mock.patch.object(hopper_backward, "_wgrad_name", lambda *blocks: "moe_wgrad_hopper"),
-            mock.patch.object(gpu_layer, "_hopper_refusal", lambda config: ""),
-        ]
-        for patch in patches:
-            patch.start()
+    with hopper_on_host(
+        MODULES,
+        (hopper, "ForwardKernel", partial(hopper.ForwardKernel, num_ctas=1)),
+        (hopper_mxfp8, "num_ctas", lambda workspace: 1),
+        (hopper_backward, "_num_multiprocessors", lambda: 2),
+        (hopper_backward, "_wgrad_name", lambda *blocks: "moe_wgrad_hopper"),
+        (gpu_layer, "_hopper_refusal", lambda config: ""),
+    ):
         yield
-        for patch in patches:
-            patch.stop()
 
 
 def device_y(config: MoEConfig, inputs: Any) -> np.ndarray:
