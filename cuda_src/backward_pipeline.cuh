@@ -357,84 +357,127 @@ struct NoShadow {
 
 constexpr i32 kShadowBlock = 3;  // k-block behind whose products the rest of the tile before is stored
 
-// d = tc(a, b, scale_d ? d : +0) over `depth` >= 1 k-blocks, K ascending, one accumulator per output.
-// Warpgroup `group` takes rows 64 group .. 64 group + 63 of the tile. `shadow` is called behind the products of k-block
-// kShadowBlock, where there are more; it must not touch d.
-template <Major kMajorA, Major kMajorB, typename Shadow>
-MOK_DEVICE void multiply(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 depth, i32 group,
-                         i32 scale_d, Shadow&& shadow) {
-  mbarrier_wait(layout.full(cursor.index), cursor.parity);
-  trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
-  wgmma_fence();
-  tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index),
-                           scale_d);
-  wgmma_commit();
-  u32 previous = cursor.index;
-  cursor.advance();
-  for (i32 k = 2; k <= depth; ++k) {
-    mbarrier_wait(layout.full(cursor.index), cursor.parity);
-    wgmma_fence();
-    tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), 1);
-    wgmma_commit();
-    if (k == kShadowBlock) shadow();
-    wgmma_wait<1>();
-    release_stage(layout, previous);
-    previous = cursor.index;
-    cursor.advance();
-  }
-  wgmma_wait<0>();
-  release_stage(layout, previous);
-}
+// The ring as a multiplying warp walks it through one product. What the k-blocks have in common is computed once: their
+// instructions compete with the tensor cores for power.
+template <Major kMajorA, Major kMajorB>
+struct ProductRing {
+  u32 shared, lane;
+  u32 first, between;  // low words of descriptors: of A in stage 0, from A to B
+  u32 number;          // of the next stage, counted from the cursor's even turn on
 
-// The same for K that ends inside the last k-block: `depth` >= 1 groups of 16. A single k-block is taken whole (its
-// rest holds +0); of a later last one only the groups that hold anything, each as a batch of its own: the compiler
-// would otherwise make every product wait for the one before.
-// `shadow` is called behind the products of k-block kShadowBlock, where there are more; it must not touch d.
-template <Major kMajorA, Major kMajorB, typename Layout, typename Shadow>
-MOK_DEVICE void multiply_groups(float (&d)[128], const Layout& layout, StageCursor& cursor, i32 depth, i32 group,
-                                i32 scale_d, Shadow&& shadow) {
-  const i32 blocks = (depth + 3) / 4, tail = (depth - 1) & 3;
-  mbarrier_wait(layout.full(cursor.index), cursor.parity);
-  trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
-  wgmma_fence();
-  tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), scale_d);
-  wgmma_commit();
-  u32 previous = cursor.index;
-  cursor.advance();
-  for (i32 k = 2; k < blocks; ++k) {
-    mbarrier_wait(layout.full(cursor.index), cursor.parity);
-    wgmma_fence();
-    tc_k64<kMajorA, kMajorB>(d, layout.tile_a(cursor.index) + group * kBoxBytes, layout.tile_b(cursor.index), 1);
-    wgmma_commit();
-    if (k == kShadowBlock) shadow();
-    wgmma_wait<1>();
-    release_stage(layout, previous);
-    previous = cursor.index;
-    cursor.advance();
+  // Warpgroup `group` takes rows 64 group .. 64 group + 63 of the tile.
+  MOK_DEVICE ProductRing(const SharedLayout& layout, const StageCursor& cursor, i32 group)
+      : shared(layout.base),
+        lane(threadIdx.x % kWarpSize),
+        first(descriptor_low<kMajorA>(layout.tile_a(0) + group * kBoxBytes)),
+        between(descriptor_low<kMajorB>(layout.tile_b(0)) - first),
+        number(cursor.index + cursor.parity * kStages) {
+    keep_in_register(lane);
+    keep_in_register(first);
+    keep_in_register(between);
   }
-  if (blocks > 1) {
-    mbarrier_wait(layout.full(cursor.index), cursor.parity);
-    const u64 a = matrix_descriptor<kMajorA>(layout.tile_a(cursor.index) + group * kBoxBytes);
-    const u64 b = matrix_descriptor<kMajorB>(layout.tile_b(cursor.index));
+
+  MOK_DEVICE u32 stage() const { return number % kStages; }
+  MOK_DEVICE u32 empty() const { return SharedLayout{shared}.empty(stage()); }
+  MOK_DEVICE void wait() const { mbarrier_wait(SharedLayout{shared}.full(stage()), number / kStages & 1); }
+
+  // Descriptors of A and B in the next stage.
+  MOK_DEVICE void descriptors(u64& a, u64& b) const {
+    const u32 low = first + stage() * (kStageBytes >> 4);
+    a = descriptor_of(warp_uniform(low));
+    b = descriptor_of(warp_uniform(low + between));
+  }
+
+  // One k-block.
+  MOK_DEVICE void multiply(float (&d)[128], i32 scale_d) const {
+    wgmma_fence();
+    u64 a, b;
+    descriptors(a, b);
+    tc_k64<kMajorA, kMajorB>(d, a, b, scale_d);
+    wgmma_commit();
+  }
+
+  // A last k-block of which only the first `steps` groups of 16 hold anything, each a batch of its own: the compiler
+  // would otherwise make every product wait for the one before.
+  MOK_DEVICE void multiply_tail(float (&d)[128], i32 steps) const {
     constexpr u64 kStepA = kDescriptorStepK16<kMajorA>, kStepB = kDescriptorStepK16<kMajorB>;
     wgmma_fence();
+    u64 a, b;
+    descriptors(a, b);
     wgmma_m64n256k16<kMajorA, kMajorB>(d, a, b, 1);
     wgmma_commit();
 #pragma unroll
     for (i32 step = 1; step < 4; ++step) {
-      if (tail >= step) {
+      if (step < steps) {
         wgmma_fence();
         wgmma_m64n256k16<kMajorA, kMajorB>(d, a + step * kStepA, b + step * kStepB, 1);
         wgmma_commit();
       }
     }
+  }
+
+  // `release_stage` for the stage whose barrier `empty()` was.
+  MOK_DEVICE void hand_back(u32 barrier) const {
+    if (lane >= kClusterSize) return;
+    if constexpr (kClusterSize == 1) {
+      mbarrier_arrive(barrier);
+    } else {
+      mbarrier_arrive_cluster(barrier, lane);
+    }
+  }
+};
+
+// The first `blocks` >= 1 k-blocks of a product, K ascending, one accumulator per output. Ends with the last one under
+// way and returns its stage's barrier. `shadow` is called behind the products of k-block kShadowBlock, if that is not
+// the first and among them; it must not touch d.
+template <typename Ring, typename Shadow>
+MOK_DEVICE u32 multiply_blocks(float (&d)[128], Ring& ring, i32 blocks, i32 scale_d, Shadow&& shadow) {
+  ring.wait();
+  trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
+  ring.multiply(d, scale_d);
+  u32 held = ring.empty();
+  ++ring.number;
+  for (i32 k = 2; k <= blocks; ++k) {
+    ring.wait();
+    ring.multiply(d, 1);
+    if (k == kShadowBlock) shadow();
+    wgmma_wait<1>();
+    ring.hand_back(held);
+    held = ring.empty();
+    ++ring.number;
+  }
+  return held;
+}
+
+// d = tc(a, b, scale_d ? d : +0) over `depth` >= 1 k-blocks. `shadow` as above.
+template <Major kMajorA, Major kMajorB, typename Shadow>
+MOK_DEVICE void multiply(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 depth, i32 group,
+                         i32 scale_d, Shadow&& shadow) {
+  ProductRing<kMajorA, kMajorB> ring(layout, cursor, group);
+  const u32 held = multiply_blocks(d, ring, depth, scale_d, shadow);
+  wgmma_wait<0>();
+  ring.hand_back(held);
+  cursor.skip(depth);
+}
+
+// The same for K that ends inside the last k-block: `depth` >= 1 groups of 16. A single k-block is taken whole (its
+// rest holds +0); of a later last one only the groups that hold anything.
+template <Major kMajorA, Major kMajorB, typename Shadow>
+MOK_DEVICE void multiply_groups(float (&d)[128], const SharedLayout& layout, StageCursor& cursor, i32 depth, i32 group,
+                                i32 scale_d, Shadow&& shadow) {
+  const i32 blocks = (depth + 3) / 4;
+  ProductRing<kMajorA, kMajorB> ring(layout, cursor, group);
+  u32 held = multiply_blocks(d, ring, max(1, blocks - 1), scale_d, shadow);
+  if (blocks > 1) {
+    ring.wait();
+    ring.multiply_tail(d, ((depth - 1) & 3) + 1);
     wgmma_wait<0>();
-    release_stage(layout, previous);
-    previous = cursor.index;
-    cursor.advance();
+    ring.hand_back(held);
+    held = ring.empty();
   }
   wgmma_wait<0>();
-  release_stage(layout, previous);
+  ring.hand_back(held);
+  cursor.skip(blocks);
 }
 
 }  // namespace mok

@@ -4,10 +4,11 @@
 //   step s:  gate and up of minibatch s (where they are made again), dhu of minibatch s - 1, dx of minibatch s - 2
 // so that every tile depends on smaller tickets only, and those were drawn about a minibatch ago. Inside a
 // minibatch tiles go by groups of row blocks, column by column over the group: row blocks of one expert share the
-// weight tile.
-// Executed by: the producer warp of every CTA. Tickets ascend, so a cursor moves over the steps.
-// In clusters a ticket stands for kClusterSize row blocks that follow each other, one for each CTA: row blocks are
-// walked in such units. The last unit may have a row block too few; its CTA then has a tile without rows.
+// weight tile. Minibatches and groups end where experts do, as far as these have about their size: weights that two
+// of them share are fetched from memory twice.
+// Executed by: the producer warp of every CTA. Tickets ascend, so a cursor moves over the groups.
+// In clusters a ticket stands for two row blocks of a group that follow each other, one for each CTA, and one column;
+// the last of an odd number of row blocks has tickets of its own, each for two columns.
 #pragma once
 #include "backward_params.cuh"
 #include "backward_pipeline.cuh"
@@ -19,12 +20,13 @@ MOK_DEVICE i32 ceil_div(i32 value, i32 unit) { return (value + unit - 1) / unit;
 // Row blocks whose tiles are walked together, column by column: with about 16 of them the tiles under way on 132 SMs
 // share about as many rows as columns, and rows do not leave the L2 before their last column has been made.
 constexpr i32 kBlockGroup = 16;
-constexpr i32 kUnitGroup = kBlockGroup / kClusterSize;
 
 struct DgradTile {
-  i32 kind;      // TaskKind, kTaskEnd past the last one
-  i32 unit;      // of row blocks of the macrobatch, or of the shared expert's tokens
-  i32 column;    // column tile; gate/up: the gate's, then the up's
+  i32 kind;         // TaskKind, kTaskEnd past the last one
+  i32 block;        // of the macrobatch, or of the shared expert's tokens
+  i32 partner;      // row block of the other CTA with the same column; -1: none
+  i32 column;       // column tile; gate/up: the gate's, then the up's
+  bool exists;      // false: nothing is left for this CTA of the cluster
   bool made_again;  // gate and up of its minibatch are
 };
 
@@ -33,93 +35,109 @@ MOK_DEVICE i32 macro_row_blocks(const LayerParams& layer, i32 macro_index, i32 m
   return max(0, min(macro_blocks, layer.info->num_row_blocks - macro_index * macro_blocks));
 }
 
-// Units of one minibatch.
-struct Minibatch {
+// Row blocks first .. end - 1.
+struct BlockRange {
   i32 first = 0, end = 0;
 
-  MOK_DEVICE i32 units() const { return end - first; }
+  MOK_DEVICE i32 blocks() const { return end - first; }
 };
 
-// The border of experts that is nearest to unit `wanted` and no more than `slack` units away, else `wanted`: weights
-// of an expert that two minibatches share are fetched from memory twice.
+// The border of experts that is nearest to row block `wanted` and no more than `slack` away, else `wanted`.
 MOK_DEVICE i32 nearest_border(const LayerParams& layer, i32 first_block, i32 wanted, i32 slack) {
-  const i32 expert = ld_global_s32(layer.row_block_expert + first_block + wanted * kClusterSize);
+  const i32 expert = ld_global_s32(layer.row_block_expert + first_block + wanted);
   const i32* const offset = layer.expert_offset + expert;
-  const i32 begin = ceil_div(max(0, ld_global_s32(offset) / kRowTile - first_block), kClusterSize);
-  const i32 end = ceil_div(ld_global_s32(offset + 1) / kRowTile - first_block, kClusterSize);
+  const i32 begin = max(0, ld_global_s32(offset) / kRowTile - first_block);
+  const i32 end = ld_global_s32(offset + 1) / kRowTile - first_block;
   const i32 before = wanted - begin, behind = end - wanted;
   if (min(before, behind) > slack) return wanted;
   return before <= behind ? begin : end;
 }
 
+// Tickets ascend, so a cursor moves over the groups: of gate and up made again, of dhu, of dx, step by step.
 struct DgradWalk {
-  i32 units;           // of this walk
-  i32 mini_units;      // of a minibatch, about
-  i32 saved_units;     // leading units whose gate and up forward kept
+  i32 blocks;          // of this walk
+  i32 mini_blocks;     // of a minibatch, about; even
+  i32 saved_blocks;    // leading ones whose gate and up forward kept
   i32 hidden_columns;  // column tiles of I
   i32 input_columns;   // column tiles of H
   const LayerParams* layer;  // of the routed experts; null: one expert has all rows
-  i32 first_block;
-  u32 first = 0;       // the step begins at this ticket
-  Minibatch again{}, hidden{}, input{};  // of the step: made again, dhu, dx
+  i32 first_block;     // of the macrobatch
+  u32 first = 0;       // the group begins at this ticket
+  i32 kind = kTaskInput;
+  BlockRange group{};
+  BlockRange again{}, hidden{}, input{};  // minibatches of the step: made again, dhu, dx
 
-  MOK_DEVICE Minibatch minibatch_from(i32 begin) const {
-    i32 end = begin + mini_units;
-    if (end < units && layer != nullptr) end = nearest_border(*layer, first_block, end, mini_units / 2);
-    return Minibatch{begin, min(end, units)};
+  MOK_DEVICE i32 border(i32 wanted, i32 slack, i32 limit) const {
+    if (wanted < limit && layer != nullptr) wanted = nearest_border(*layer, first_block, wanted, slack);
+    return min(wanted, limit);
+  }
+  MOK_DEVICE BlockRange minibatch_from(i32 begin) const {
+    return BlockRange{begin, border(begin + mini_blocks, mini_blocks / 2, blocks)};
+  }
+  // An equal part of what is left of the minibatch, in pairs.
+  MOK_DEVICE BlockRange group_from(i32 begin, i32 limit) const {
+    const i32 left = limit - begin, groups = max(1, (left + kBlockGroup / 2) / kBlockGroup);
+    const i32 part = ceil_div(ceil_div(left, groups), kClusterSize) * kClusterSize;
+    return BlockRange{begin, border(begin + part, part / 2, limit)};
   }
   // A minibatch is made again as a whole when one of its blocks was not kept.
-  MOK_DEVICE bool made_again(const Minibatch& minibatch) const { return minibatch.end > saved_units; }
+  MOK_DEVICE bool made_again(const BlockRange& minibatch) const { return minibatch.end > saved_blocks; }
 
-  MOK_DEVICE u32 gate_up_tiles() const { return made_again(again) ? 2 * hidden_columns * again.units() : 0; }
-  MOK_DEVICE u32 hidden_tiles() const { return hidden_columns * hidden.units(); }
-  MOK_DEVICE u32 input_tiles() const { return input_columns * input.units(); }
+  MOK_DEVICE const BlockRange& minibatch() const {
+    return kind == kTaskGateUp ? again : kind == kTaskHidden ? hidden : input;
+  }
+  MOK_DEVICE i32 columns() const {
+    return kind == kTaskInput ? input_columns : kind == kTaskHidden ? hidden_columns : 2 * hidden_columns;
+  }
+  MOK_DEVICE u32 tickets_of_group() const {
+    const i32 n = group.blocks(), pairs = n / kClusterSize;
+    return pairs * columns() + (n > kClusterSize * pairs ? ceil_div(columns(), kClusterSize) : 0);
+  }
 
   // Before the first ticket.
   MOK_DEVICE void begin(u32 first_ticket) {
     first = first_ticket;
-    again = minibatch_from(0);
+    kind = kTaskInput;
   }
 
-  // Moves to the step that holds `ticket`; false when the ticket lies behind this walk.
+  // Moves to the group that holds `ticket`; false when the ticket lies behind this walk.
   MOK_DEVICE bool seek(u32 ticket) {
-    while (again.units() + hidden.units() + input.units() > 0) {
-      const u32 tiles = gate_up_tiles() + hidden_tiles() + input_tiles();
-      if (ticket - first < tiles) return true;
-      first += tiles;
-      input = hidden;
-      hidden = again;
-      again = minibatch_from(again.end);
+    while (true) {
+      const u32 tickets = tickets_of_group();
+      if (ticket - first < tickets) return true;
+      first += tickets;
+      group.first = group.end;
+      if (group.end == minibatch().end) {
+        if (kind == kTaskInput) {
+          input = hidden;
+          hidden = again;
+          again = minibatch_from(again.end);
+          if (again.blocks() + hidden.blocks() + input.blocks() == 0) return false;
+          kind = made_again(again) ? kTaskGateUp : kTaskHidden;
+        } else {
+          ++kind;
+        }
+        group.end = minibatch().first;
+      }
+      group = group_from(group.end, minibatch().end);
     }
-    return false;
   }
 
-  // The tile of a ticket inside the current step.
-  MOK_DEVICE DgradTile tile(u32 ticket) const {
-    u32 index = ticket - first;
-    DgradTile result{kTaskGateUp, 0, 0, false};
-    Minibatch minibatch = again;
-    i32 columns = 2 * hidden_columns;
-    if (index >= gate_up_tiles()) {
-      index -= gate_up_tiles();
-      result.kind = kTaskHidden;
-      minibatch = hidden;
-      columns = hidden_columns;
-      if (index >= hidden_tiles()) {
-        index -= hidden_tiles();
-        result.kind = kTaskInput;
-        minibatch = input;
-        columns = input_columns;
-      }
+  // The tile that a ticket of the current group stands for in CTA `rank` of the cluster. Of an odd number of row blocks
+  // the last one's tickets stand behind those of the others for the same two columns.
+  MOK_DEVICE DgradTile tile(u32 ticket, i32 rank) const {
+    const i32 index = static_cast<i32>(ticket - first), pairs = group.blocks() / kClusterSize;
+    const bool odd = group.blocks() > kClusterSize * pairs;
+    const i32 turn = odd ? index / (kClusterSize * pairs + 1) : 0, column = kClusterSize * turn;
+    const i32 inside = index - turn * (kClusterSize * pairs + 1);
+    const i32 columns_here = odd ? min(kClusterSize, columns() - column) : columns();
+    if (inside < columns_here * pairs) {
+      const i32 block = group.first + inside % pairs * kClusterSize;
+      return DgradTile{kind, block + rank, block + kClusterSize - 1 - rank, column + inside / pairs, true,
+                       made_again(minibatch())};
     }
-    const i32 units_here = minibatch.units(), groups = max(1, (units_here + kUnitGroup / 2) / kUnitGroup);
-    const i32 group = ceil_div((static_cast<i32>(index) / columns + 1) * groups, units_here) - 1;
-    const i32 begin = group * units_here / groups, width = (group + 1) * units_here / groups - begin;
-    const i32 inside = static_cast<i32>(index) - begin * columns;
-    result.column = inside / width;
-    result.unit = minibatch.first + begin + inside - result.column * width;
-    result.made_again = made_again(minibatch);
-    return result;
+    return DgradTile{kind, group.end - 1, -1, min(column + rank, columns() - 1), column + rank < columns(),
+                     made_again(minibatch())};
   }
 };
 
@@ -127,10 +145,9 @@ MOK_DEVICE DgradWalk routed_walk(const LayerParams& layer, const DgradParams& pa
   const i32 first_block = params.macro_index * params.macro_blocks;
   const i32 blocks = macro_row_blocks(layer, params.macro_index, params.macro_blocks);
   const i64 saved = layer.max_saved_rows / kRowTile - first_block;
-  const i32 kept = static_cast<i32>(max(static_cast<i64>(0), min(saved, static_cast<i64>(blocks))));
-  return DgradWalk{ceil_div(blocks, kClusterSize),
-                   params.mini_blocks / kClusterSize,
-                   kept == blocks ? ceil_div(kept, kClusterSize) : kept / kClusterSize,
+  return DgradWalk{blocks,
+                   params.mini_blocks,
+                   static_cast<i32>(max(static_cast<i64>(0), min(saved, static_cast<i64>(blocks)))),
                    ceil_div(layer.intermediate_size, kTileColumns),
                    ceil_div(layer.hidden_size, kTileColumns),
                    &layer,
@@ -140,10 +157,9 @@ MOK_DEVICE DgradWalk routed_walk(const LayerParams& layer, const DgradParams& pa
 MOK_DEVICE DgradWalk shared_walk(const LayerParams& layer, const DgradParams& params) {
   const bool here = layer.shared_intermediate_size > 0 && params.macro_index == 0;
   const i32 blocks = here ? ceil_div(layer.num_tokens, kRowTile) : 0;
-  const i32 units = ceil_div(blocks, kClusterSize);
-  return DgradWalk{units,
-                   params.mini_blocks / kClusterSize,
-                   params.shared_saved_rows > 0 ? units : 0,
+  return DgradWalk{blocks,
+                   params.mini_blocks,
+                   params.shared_saved_rows > 0 ? blocks : 0,
                    ceil_div(layer.shared_intermediate_size, kTileColumns),
                    ceil_div(layer.hidden_size, kTileColumns),
                    nullptr,

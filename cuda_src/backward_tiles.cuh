@@ -41,21 +41,18 @@ MOK_DEVICE i32 groups_of(i32 valid) { return valid > 64 ? 2 : valid > 0 ? 1 : 0;
 // ---- producer: warp 0, one lane ----
 
 // Rows and expert of a task; whether the CTAs of the cluster multiply with the same weights.
-MOK_DEVICE void find_rows(const DgradContext& c, i32 first, TileTask& task) {
-  constexpr i32 kLast = kClusterSize - 1;
-  const bool can_share = kClusterSize > 1 && task.kind != kTaskGateUp;
+MOK_DEVICE void find_rows(const DgradContext& c, const DgradTile& tile, TileTask& task) {
+  bool shares = kClusterSize > 1 && tile.partner >= 0 && task.kind != kTaskGateUp;
   if (task.flags & kSharedTile) {
     task.valid = max(0, min(kRowTile, c.layer.num_tokens - task.block * kRowTile));
-    if (can_share) task.flags |= kSharesWeights;
-    return;
+  } else {
+    const i32* const experts = c.layer.row_block_expert + c.first_block();
+    task.valid = ld_global_s32(c.layer.row_block_valid + c.first_block() + task.block);
+    task.batch = ld_global_s32(experts + task.block);
+    if (shares) shares = ld_global_s32(experts + tile.partner) == task.batch;
   }
-  const i32 blocks = macro_row_blocks(c.layer, c.params.macro_index, c.params.macro_blocks);
-  const i32* const experts = c.layer.row_block_expert + c.first_block();
-  task.valid = task.block < blocks ? ld_global_s32(c.layer.row_block_valid + c.first_block() + task.block) : 0;
-  task.batch = ld_global_s32(experts + min(task.block, blocks - 1));
-  if (!can_share) return;
-  const i32 other = ld_global_s32(experts + min(first + (task.block == first ? kLast : 0), blocks - 1));
-  if (task.batch == other) task.flags |= kSharesWeights;
+  if (shares) task.flags |= kSharesWeights;
+  if (!tile.exists) task.valid = 0;
 }
 
 // The task of a ticket; moves `walk` from the shared expert to the routed rows when that is where it lies.
@@ -68,12 +65,12 @@ MOK_DEVICE TileTask dgrad_task(const DgradContext& c, DgradWalk& walk, bool& sha
     walk.begin(first);
     shared = false;
   }
-  const DgradTile tile = walk.tile(ticket);
+  const DgradTile tile = walk.tile(ticket, cluster_rank());
   task.kind = tile.kind;
-  task.block = tile.unit * kClusterSize + cluster_rank();
+  task.block = tile.block;
   task.column = tile.column * kTileColumns;
   task.flags = (shared ? kSharedTile : 0) | (tile.made_again ? kMadeAgain : 0);
-  find_rows(c, tile.unit * kClusterSize, task);
+  find_rows(c, tile, task);
   const i32 half = ceil_div(c.intermediate_size(shared), kDepthBlock);
   task.depth = tile.kind == kTaskInput ? 2 * half : ceil_div(c.layer.hidden_size, kDepthBlock);
   return task;

@@ -52,17 +52,23 @@ MOK_DEVICE i32 tiles_per_expert(const WgradParams& params) {
   return tiles;
 }
 
+// Products walked as one matrix from `product` on: dW_gate with dW_up below it, which take the same rows of x.
+MOK_DEVICE i32 stacked_products(i32 product) { return product == 1 ? 2 : 1; }
+
 template <i32 kRows>
 MOK_DEVICE WgradTile wgrad_tile(const WgradParams& params, i32 index) {
   constexpr i32 kGroup = kGroupRows / kRows;
   i32 product = 0;
-  while (index >= product_tiles<kRows>(params, product)) index -= product_tiles<kRows>(params, product++);
-  const i32 tiles_m = ceil_div(params.rows[product], kRows);
+  while (index >= stacked_products(product) * product_tiles<kRows>(params, product)) {
+    index -= stacked_products(product) * product_tiles<kRows>(params, product);
+    product += stacked_products(product);
+  }
+  const i32 tiles_of_one = ceil_div(params.rows[product], kRows), tiles_m = stacked_products(product) * tiles_of_one;
   const i32 tiles_n = ceil_div(params.columns[product], kTileColumns);
   const i32 group = index / (kGroup * tiles_n), inside = index - group * kGroup * tiles_n;
   const i32 group_rows = min(kGroup, tiles_m - group * kGroup);
   const i32 m = group * kGroup + inside % group_rows, n = inside / group_rows;
-  return WgradTile{product, m * kRows, n * kTileColumns};
+  return WgradTile{product + m / tiles_of_one, m % tiles_of_one * kRows, n * kTileColumns};
 }
 
 // ---- which experts a macrobatch treats ----

@@ -189,9 +189,9 @@ MOK_DEVICE void tc_pair_k16(PairTile& d, u64 a, u64 b, i32 scale_d) {
 // One k-block.
 MOK_DEVICE void tc_pair_k64(PairTile& d, const PairLayout& layout, u32 stage, i32 scale_d) {
   constexpr u64 kStep = kDescriptorStepK16<Major::kMN>;
-  const u64 a = matrix_descriptor<Major::kMN>(layout.tile_a(stage));
-  const u64 b = matrix_descriptor<Major::kMN>(layout.tile_b(stage));
+  const u32 low = descriptor_low<Major::kMN>(layout.tile_a(stage));
   wgmma_fence();
+  const u64 a = descriptor_of(warp_uniform(low)), b = descriptor_of(warp_uniform(low + (2 * kBoxBytes >> 4)));
   tc_pair_k16(d, a, b, scale_d);
 #pragma unroll
   for (i32 step = 1; step < 4; ++step) tc_pair_k16(d, a + step * kStep, b + step * kStep, 1);
@@ -201,9 +201,9 @@ MOK_DEVICE void tc_pair_k64(PairTile& d, const PairLayout& layout, u32 stage, i3
 // A last k-block of which only the first `steps` groups of 16 hold anything, each a batch of its own.
 MOK_DEVICE void tc_pair_tail(PairTile& d, const PairLayout& layout, u32 stage, i32 steps) {
   constexpr u64 kStep = kDescriptorStepK16<Major::kMN>;
-  const u64 a = matrix_descriptor<Major::kMN>(layout.tile_a(stage));
-  const u64 b = matrix_descriptor<Major::kMN>(layout.tile_b(stage));
+  const u32 low = descriptor_low<Major::kMN>(layout.tile_a(stage));
   wgmma_fence();
+  const u64 a = descriptor_of(warp_uniform(low)), b = descriptor_of(warp_uniform(low + (2 * kBoxBytes >> 4)));
   tc_pair_k16(d, a, b, 1);
   wgmma_commit();
 #pragma unroll

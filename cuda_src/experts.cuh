@@ -103,25 +103,25 @@ MOK_DEVICE void load_rows(const TileOperands& o, u32 dst, i32 k, u32 full, bool 
 MOK_DEVICE void load_k_block(const Tile& tile, const TileOperands& o, i32 k, OperandRing& ring, i32 cluster_rank) {
   const bool upper = tile.valid_rows > 64, any = tile.valid_rows > 0;
   const u32 full = ring.full();
-  mbarrier_wait(ring.empty(), ring.phase);
+  mbarrier_wait(ring.empty(), ring.parity() ^ 1);
   mbarrier_arrive_expect_tx(full, any ? kOperandBBytes + (upper ? 2 : 1) * kHalfTileBytes : 0);
   if (any) {
     load_rows(o, ring.a(), k, full, upper, tile.shared == kSharesRows, cluster_rank);
     load_weights(o, ring.b(), k, full, tile.shared == kSharesWeights, cluster_rank);
   }
-  ring.advance();
+  ++ring.number;
 }
 
-// Draws tickets, announces tiles, loads their operands. The next tile is looked up kLookAhead k-blocks before the
-// current one is through, when the ring is full and the latency of the look-up costs nothing.
+// Draws tickets, announces tiles, loads their operands. The next tile is looked up from kLookAhead k-blocks before the
+// current one is through, when the ring is full: one step per k-block, for the ring is empty before all of them are done.
 MOK_DEVICE void load_tiles(const LayerParams& params, const ForwardMaps& maps, unsigned char* bytes) {
-  constexpr i32 kLookAhead = kStages + 2;
+  constexpr i32 kLookAhead = kStages + kSearchSteps + 1;
   const i32 cluster_rank = kClusterSize == 1 ? 0 : cluster_ctarank();
   const ForwardCounters counters = forward_counters(params);
   TileWalk walk(params, cluster_rank);
   TileQueue queue(bytes);
   TicketMail mail(counters.tile_ticket, params.abort_flag, queue.shared, cluster_rank);
-  OperandRing ring{queue.shared, 0, 1};
+  OperandRing ring{queue.shared, 0};
   Tile tile = walk.locate(mail.next());
   bool is_ready = false;
   while (true) {
@@ -135,19 +135,24 @@ MOK_DEVICE void load_tiles(const LayerParams& params, const ForwardMaps& maps, u
     mail.draw();
     fence_proxy_async_global();  // the rows were written by ordinary stores
     const TileOperands operands = tile_operands(tile, params, maps);
-    Tile next;
+    TileSearch next;
     is_ready = false;
-    const i32 look = max(tile.k_blocks - kLookAhead, 0);
+    const i32 look = max(tile.k_blocks - kLookAhead, 0), ready_look = look + kSearchSteps + 1;
     for (i32 block = 0; block < tile.k_blocks; ++block) {
-      if (block == look) next = walk.locate(mail.next());
-      if (block == look + 2) {  // the tables' answers are here by now: one latency at a time
-        const RowsAwaited then = rows_awaited(next, params, counters);
+      if (block == look) {
+        next = walk.begin_search(mail.next());
+      } else if (block > look) {
+        walk.advance(next);
+      }
+      if (block == ready_look) {
+        const RowsAwaited then = rows_awaited(next.tile, params, counters);
         is_ready = then.counter == nullptr || ld_acquire_gpu(then.counter) >= then.expected;
       }
       load_k_block(tile, operands, block * kTileK, ring, cluster_rank);
     }
+    while (next.steps_left > 0) walk.advance(next);
     trace_task(kTraceLoad, tile.row_block, tile.column);
-    tile = next;
+    tile = next.tile;
   }
 }
 
@@ -157,104 +162,156 @@ MOK_DEVICE void load_tiles(const LayerParams& params, const ForwardMaps& maps, u
 // registers while the next tile's products begin, until the epilogue has taken the first half.
 struct Pending {
   HalfTile half;
-  bool waits;
+  u32 waits;  // 1: there is one
 };
 
-MOK_DEVICE void hand_over(Pending& pending, StagingBuffer& staging, i32 lane) {
+MOK_DEVICE void hand_over(Pending& pending, const StagingBuffer& staging, i32 lane) {
   stage_half(staging, pending.half, lane);
-  pending.waits = false;
+  pending.waits = 0;
 }
 
 // Before this warp waits for anything that may depend on its own previous tile.
-MOK_DEVICE void hand_over_now(Pending& pending, StagingBuffer& staging, i32 lane) {
-  if (!pending.waits) return;
-  staging.wait_free();
+MOK_DEVICE void hand_over_now(Pending& pending, const StagingBuffer& staging, i32 lane) {
+  if (pending.waits == 0) return;
+  staging.wait_free(1);
   hand_over(pending, staging, lane);
 }
 
 // Waits for the next k-block. Once a tile's first k-block is there the others follow; in a cluster they may need the
 // partner, and the partner this warp's previous tile: what is pending is then handed over while waiting.
-MOK_DEVICE void wait_operands(const OperandRing& ring, Pending& pending, StagingBuffer& staging, i32 lane) {
+MOK_DEVICE void wait_operands(const OperandRing& ring, Pending& pending, const StagingBuffer& staging, i32 lane) {
   if constexpr (kClusterSize > 1) {
-    while (pending.waits && !mbarrier_test_wait(ring.full(), ring.phase)) {
-      if (staging.is_free()) hand_over(pending, staging, lane);
+    while (pending.waits != 0 && !mbarrier_test_wait(ring.full(), ring.parity())) {
+      if (staging.is_free(1)) hand_over(pending, staging, lane);
     }
   }
-  mbarrier_wait(ring.full(), ring.phase);
+  mbarrier_wait(ring.full(), ring.parity());
 }
 
-// acc = tc(A rows of this warpgroup, weight tile), from +0 over all k-blocks. A stage is handed back once the next
-// k-block's products are under way, or at once where that k-block is not there yet: then the free stage is worth more
-// than products queued without a gap. What is pending is handed over as soon as there is room.
-MOK_DEVICE void tc_tile(float (&acc)[128], OperandRing& ring, const Tile& tile, Pending& pending,
-                        StagingBuffer& staging, i32 lane) {
-  const u32 offset = staging.warpgroup * kHalfTileBytes;
-  if (pending.waits && !mbarrier_test_wait(ring.full(), ring.phase)) hand_over_now(pending, staging, lane);
-  mbarrier_wait(ring.full(), ring.phase);
-  trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
-  wgmma_fence();
-  tc_k64<Major::kK, Major::kK>(acc, ring.a() + offset, ring.b(), 0);
-  wgmma_commit();
-  u32 held = ring.empty();  // stage of the products under way; 0: handed back
-  ring.advance();
-  for (i32 block = 1; block < tile.k_blocks; ++block) {
-    if (!mbarrier_test_wait(ring.full(), ring.phase)) {
-      wgmma_wait<0>();
-      release_stage(held, lane);
-      held = 0;
-    }
-    wait_operands(ring, pending, staging, lane);
-    wgmma_fence();
-    tc_k64<Major::kK, Major::kK>(acc, ring.a() + offset, ring.b(), 1);
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (held != 0) release_stage(held, lane);
-    if (pending.waits && staging.is_free()) hand_over(pending, staging, lane);
-    held = ring.empty();
-    ring.advance();
+// Low words of the operands' descriptors in stage 0; of A the rows of this warpgroup.
+struct StageDescriptors {
+  u32 a, b;
+
+  MOK_DEVICE StageDescriptors(u32 shared, i32 warpgroup)
+      : a(descriptor_low<Major::kK>(shared + warpgroup * kHalfTileBytes)),
+        b(descriptor_low<Major::kK>(shared + kOperandABytes)) {
+    keep_in_register(a);
   }
+};
+
+// One k-block, which is there.
+MOK_DEVICE void tc_block(float (&acc)[128], const OperandRing& ring, const StageDescriptors& first, i32 scale_d) {
+  const u32 behind = ring.stage() * (kStageBytes >> 4);
+  wgmma_fence();
+  const u64 a = descriptor_of(warp_uniform(first.a + behind)), b = descriptor_of(warp_uniform(first.b + behind));
+  tc_k64<Major::kK, Major::kK>(acc, a, b, scale_d);
+  wgmma_commit();
+}
+
+// Waits for a k-block behind a tile's first and multiplies. A stage is handed back once the next k-block's products
+// are under way, or at once where that k-block is not there yet: then the free stage is worth more than products queued
+// without a gap. kMayWait: something may be pending; it is handed over as soon as there is room.
+template <bool kMayWait>
+MOK_DEVICE void tc_next_block(float (&acc)[128], OperandRing& ring, const StageDescriptors& first, u32& held,
+                              Pending& pending, const StagingBuffer& staging, i32 lane) {
+  if (!mbarrier_test_wait(ring.full(), ring.parity())) {
+    wgmma_wait<0>();
+    release_stage(held, lane);
+    held = 0;
+    if constexpr (kMayWait) wait_operands(ring, pending, staging, lane);
+    mbarrier_wait(ring.full(), ring.parity());
+  }
+  tc_block(acc, ring, first, 1);
+  wgmma_wait<1>();
+  if (held != 0) release_stage(held, lane);
+  if (kMayWait && pending.waits != 0 && staging.is_free(1)) hand_over(pending, staging, lane);
+  held = ring.empty();
+  ++ring.number;
+}
+
+// acc = tc(A rows of this warpgroup, weight tile), from +0 over all k-blocks. Returns with the last one's products under
+// way, in the stage of the empty barrier that it returns, or 0: `end_products` comes next.
+MOK_DEVICE u32 tc_tile(float (&acc)[128], OperandRing& ring, i32 k_blocks, Pending& pending,
+                       const StagingBuffer& staging, i32 lane) {
+  if (!mbarrier_test_wait(ring.full(), ring.parity())) {
+    hand_over_now(pending, staging, lane);
+    mbarrier_wait(ring.full(), ring.parity());
+  }
+  trace_task<4 * kWarpSize>(kTraceWaitOperands, 0, 0);
+  const StageDescriptors first(ring.shared, staging.warpgroup);
+  const u32 end = ring.number + k_blocks;
+  tc_block(acc, ring, first, 0);
+  u32 held = ring.empty();  // stage of the products under way; 0: handed back
+  ++ring.number;
+  while (pending.waits != 0 && ring.number != end) tc_next_block<true>(acc, ring, first, held, pending, staging, lane);
+  while (ring.number != end) tc_next_block<false>(acc, ring, first, held, pending, staging, lane);
+  return held;
+}
+
+MOK_DEVICE void end_products(u32 held, i32 lane) {
   wgmma_wait<0>();
   release_stage(held, lane);
 }
 
 // A warpgroup without valid rows only hands the stages back.
 MOK_DEVICE void skip_tile(OperandRing& ring, i32 k_blocks, i32 lane) {
-  for (i32 block = 0; block < k_blocks; ++block, ring.advance()) {
-    mbarrier_wait(ring.full(), ring.phase);
+  for (i32 block = 0; block < k_blocks; ++block, ++ring.number) {
+    mbarrier_wait(ring.full(), ring.parity());
     __syncwarp();
     release_stage(ring.empty(), lane);
   }
+}
+
+constexpr i32 kUnknownWork = 0x7fffffff;
+
+// What a math warpgroup has to know of a tile, in one register: its k-blocks; negative: but none of its rows are this
+// warpgroup's; 0: there are no more tiles.
+MOK_DEVICE i32 math_work(const Tile& tile, i32 warpgroup) {
+  if (tile.kind == kStop) return 0;
+  return tile.valid_rows > 64 * warpgroup ? tile.k_blocks : -tile.k_blocks;
 }
 
 // One math warpgroup. It knows nothing of gate, up or down: products in, bf16 halves out.
 MOK_DEVICE void multiply_tiles(unsigned char* bytes, i32 warpgroup) {
   const i32 lane = threadIdx.x % kWarpSize;
   TileQueue queue(bytes);
-  OperandRing ring{queue.shared, 0, 0};
-  StagingBuffer staging{queue.shared, warpgroup, 0};
+  OperandRing ring{queue.shared, 0};
+  const StagingBuffer staging{queue.shared, warpgroup};
   Pending pending;
-  pending.waits = false;
-  while (true) {
-    if (!queue.ready()) hand_over_now(pending, staging, lane);
-    const Tile tile = queue.get();
-    if (tile.kind == kStop) break;
-    if (tile.valid_rows <= 64 * warpgroup) {
+  pending.waits = 0;
+  Tile tile = queue.take(lane);  // for the trace alone; so is `next`
+  i32 work = math_work(tile, warpgroup);
+  while (work != 0) {
+    Tile next;
+    i32 next_work = kUnknownWork;
+    if (work < 0) {
       hand_over_now(pending, staging, lane);
-      skip_tile(ring, tile.k_blocks, lane);
+      skip_tile(ring, -work, lane);
     } else {
       float acc[128];
-      tc_tile(acc, ring, tile, pending, staging, lane);
+      const u32 held = tc_tile(acc, ring, work, pending, staging, lane);
+      if (queue.ready()) {  // looked at while the last products run
+        next = queue.take(lane);
+        next_work = math_work(next, warpgroup);
+      }
+      end_products(held, lane);
       trace_task<4 * kWarpSize>(kTraceSharedGateUp + tile.kind, tile.row_block, tile.column);
       hand_over_now(pending, staging, lane);
-      staging.wait_free();
+      staging.wait_free(0);
       trace_task<4 * kWarpSize>(kTraceWaitStore, tile.row_block, tile.column);
       HalfTile first;
       take_half<0>(first, acc);
       stage_half(staging, first, lane);
       take_half<1>(pending.half, acc);
-      pending.waits = true;
+      pending.waits = 1;
     }
-    queue.finish(lane);
+    if (next_work == kUnknownWork) {
+      if (!queue.ready()) hand_over_now(pending, staging, lane);
+      next = queue.take(lane);
+      next_work = math_work(next, warpgroup);
+    }
+    tile = next;
+    work = next_work;
   }
   hand_over_now(pending, staging, lane);
 }
@@ -284,6 +341,7 @@ MOK_DEVICE u16* push_target(const Tile& tile, const LayerParams& params, i32 row
   const i64 hidden = params.hidden_size;
   const i64 index = static_cast<i64>(tile.row_block) * kTileM + row;
   if (tile.kind == kSharedDown) return params.shared_y + index * hidden;
+  if (params.ep_size == 1) return params.combine + __ldg(params.peer_row + index) * hidden;
   const u64* combine = params.peer_table + kCombine * params.ep_size;
   u16* buffer = reinterpret_cast<u16*>(__ldg(combine + __ldg(params.peer_rank + index)));
   return buffer + __ldg(params.peer_row + index) * hidden;
@@ -293,15 +351,24 @@ MOK_DEVICE u16* push_target(const Tile& tile, const LayerParams& params, i32 row
 // l; a row of a chunk is 128 bytes, eight lanes wide.
 MOK_DEVICE void push_rows(const StagingBuffer& staging, u16* lane_target, i32 first_column, i32 hidden_size,
                           i32 half, i32 first_row, i32 lane) {
-  const i32 unit = lane % 8;
-#pragma unroll 8
-  for (i32 i = 0; i < kEpilogueRows / 2; ++i) {
-    const i32 chunk = i % 2, row = i / 2 * 4 + lane / 8;
-    const u64 target = __shfl_sync(kFullWarp, reinterpret_cast<u64>(lane_target), row);
-    const i32 column = first_column + (2 * chunk + half) * kChunkColumns + 8 * unit;
-    if (target == 0 || column >= hidden_size) continue;
-    const uint4 y = ld_shared_v4(staging.unit(chunk, first_row + row, unit));
-    st_global_v4(reinterpret_cast<u16*>(target) + column, y);
+  constexpr i32 kSteps = 4;  // of 4 rows each: as many as have their loads under way together
+  const i32 unit = lane % 8, column = first_column + half * kChunkColumns + 8 * unit;
+#pragma unroll 1
+  for (i32 row = lane / 8; row < kEpilogueRows; row += 4 * kSteps) {
+    uint4 y[kSteps][2];
+    u64 target[kSteps];  // of the row's first column; 0: goes nowhere
+#pragma unroll
+    for (i32 i = 0; i < kSteps; ++i) {
+      target[i] = __shfl_sync(kFullWarp, reinterpret_cast<u64>(lane_target), row + 4 * i);
+      for (i32 chunk = 0; chunk < 2; ++chunk)
+        y[i][chunk] = ld_shared_v4(staging.unit(chunk, first_row + row + 4 * i, unit));
+    }
+#pragma unroll
+    for (i32 i = 0; i < kSteps; ++i) {
+      u16* const start = reinterpret_cast<u16*>(target[i]) + column;
+      if (target[i] != 0 && column < hidden_size) st_global_v4(start, y[i][0]);
+      if (target[i] != 0 && column + 2 * kChunkColumns < hidden_size) st_global_v4(start + 2 * kChunkColumns, y[i][1]);
+    }
   }
 }
 
@@ -324,7 +391,6 @@ MOK_DEVICE void finish_tiles(const LayerParams& params, unsigned char* bytes, i3
   const bool ring_is_reused = minis.ring_is_reused();
   const SwigluClamp clamp = swiglu_clamp(params);
   TileQueue queue(bytes);
-  u32 turns[2] = {0, 0};
   while (true) {
     const Tile tile = queue.get();
     if (tile.kind == kStop) break;
@@ -335,9 +401,9 @@ MOK_DEVICE void finish_tiles(const LayerParams& params, unsigned char* bytes, i3
     const i32 groups = ceil_div(tile.valid_rows, 64);
 #pragma unroll 1
     for (i32 part = 0; part < 2 * groups; ++part) {  // one copy of the code for all parts: it must fit the cache
-      const i32 half = part / groups, group = part % groups;
-      StagingBuffer staging{queue.shared, group, group == 0 ? turns[0] : turns[1]};
-      staging.wait_full();
+      const i32 half = groups == 2 ? part / 2 : part, group = groups == 2 ? part % 2 : 0;
+      const StagingBuffer staging{queue.shared, group};
+      staging.wait_full(half);
       trace_task(kTraceWaitTile, tile.row_block, tile.column);
       if (gate_up) {
         swiglu_forward(staging, hidden, clamp, half, first_row, lane);
@@ -346,7 +412,6 @@ MOK_DEVICE void finish_tiles(const LayerParams& params, unsigned char* bytes, i3
                   first_row, lane);
       }
       staging.pass(staging.free(), lane);
-      (group == 0 ? turns[0] : turns[1]) = staging.turn;
       trace_task(kTraceStore, tile.row_block, tile.column);
     }
     if (tile.valid_rows > 0) signal_tile(tile, counters, minis.mini_blocks, ring_is_reused, lane);

@@ -39,7 +39,7 @@ MOK_DEVICE Tile down_tile(const LayerParams& params, const MinibatchWalk& minis,
 MOK_DEVICE void push_tiles(const LayerParams& params, u32 shared, i32 warp) {
   const i32 lane = threadIdx.x % kWarpSize, first_row = kEpilogueRows * warp;
   const MinibatchWalk minis(params);
-  const StagingBuffer staging[2] = {{shared, 0, 0}, {shared, 1, 0}};
+  const StagingBuffer staging[2] = {{shared, 0}, {shared, 1}};
   const i32 tiles = minis.num_row_blocks * ceil_div(params.hidden_size, kTileN);
   for (i32 number = blockIdx.x; number < tiles; number += gridDim.x) {
     const Tile tile = down_tile(params, minis, number);

@@ -92,4 +92,18 @@ MOK_DEVICE u64 global_timer_ns() {
   return now;
 }
 
+// Cycles of this multiprocessor.
+MOK_DEVICE u64 clock_cycles() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(now)::"memory");
+  return now;
+}
+
+// Which multiprocessor this is.
+MOK_DEVICE u32 sm_id() {
+  u32 sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return sm;
+}
+
 }  // namespace mok

@@ -29,12 +29,26 @@ enum class Major { kK, kMN };
 
 // Shared-memory matrix descriptor (PTX ISA, "Matrix-Descriptor Format"): address, leading and stride byte
 // offsets in units of 16 bytes, 128-byte swizzle in bits 62..63. `tile` is 1024-byte aligned.
+// Its low word: to it, as to the whole, an offset in bytes / 16 may be added.
 template <Major kMajor>
-MOK_DEVICE u64 matrix_descriptor(u32 tile) {
-  constexpr u64 kLeading = kMajor == Major::kK ? 1 : 512;
+MOK_DEVICE u32 descriptor_low(u32 tile) {
+  constexpr u32 kLeading = kMajor == Major::kK ? 1 : 512;
+  return ((tile & 0x3FFFFu) >> 4) | (kLeading << 16);
+}
+
+// `value`, the same in all lanes of a warp, all of which call it, in a register of the warp instead of one per lane, as
+// tensor cores take descriptors. What is added to it there is added once per warp.
+MOK_DEVICE u32 warp_uniform(u32 value) { return __reduce_max_sync(kFullWarp, value); }
+
+MOK_DEVICE u64 descriptor_of(u32 low) {
   constexpr u64 kStride = 64;
   constexpr u64 kSwizzle128 = 1;
-  return ((tile & 0x3FFFFu) >> 4) | (kLeading << 16) | (kStride << 32) | (kSwizzle128 << 62);
+  return low | (kStride << 32) | (kSwizzle128 << 62);
+}
+
+template <Major kMajor>
+MOK_DEVICE u64 matrix_descriptor(u32 tile) {
+  return descriptor_of(descriptor_low<kMajor>(tile));
 }
 
 // Descriptor increments.
@@ -109,16 +123,21 @@ MOK_DEVICE void wgmma_m64n128k16(float (&d)[64], u64 a, u64 b, i32 scale_d) {
       : "l"(a), "l"(b), "r"(scale_d), "n"(kMajorA == Major::kMN), "n"(kMajorB == Major::kMN));
 }
 
-// One k-block of 64: four k16 steps in ascending order. The first uses `scale_d`, the others continue.
+// One k-block of 64 by the descriptors of its operands: four k16 steps in ascending order. The first uses `scale_d`,
+// the others continue.
 template <Major kMajorA, Major kMajorB>
-MOK_DEVICE void tc_k64(float (&d)[128], u32 tile_a, u32 tile_b, i32 scale_d) {
-  const u64 a = matrix_descriptor<kMajorA>(tile_a), b = matrix_descriptor<kMajorB>(tile_b);
+MOK_DEVICE void tc_k64(float (&d)[128], u64 a, u64 b, i32 scale_d) {
   constexpr u64 kStepA = kDescriptorStepK16<kMajorA>, kStepB = kDescriptorStepK16<kMajorB>;
   wgmma_m64n256k16<kMajorA, kMajorB>(d, a, b, scale_d);
 #pragma unroll
   for (int k16 = 1; k16 < 4; ++k16) {
     wgmma_m64n256k16<kMajorA, kMajorB>(d, a + k16 * kStepA, b + k16 * kStepB, 1);
   }
+}
+
+template <Major kMajorA, Major kMajorB>
+MOK_DEVICE void tc_k64(float (&d)[128], u32 tile_a, u32 tile_b, i32 scale_d) {
+  tc_k64<kMajorA, kMajorB>(d, matrix_descriptor<kMajorA>(tile_a), matrix_descriptor<kMajorB>(tile_b), scale_d);
 }
 
 template <Major kMajorA, Major kMajorB>

@@ -145,6 +145,19 @@ struct RowBlockRange {
   i32 begin, end;
 };
 
+// A ticket on its way to its tile, one look-up in the schedule's tables per step: what a step asks for has come from
+// memory when the next one is taken, if other work lies between them.
+struct TileSearch {
+  Tile tile;    // valid when no step is left
+  i32 steps_left;
+  RowBlockRange range;
+  i32 unit;     // of the range's tiles of this kind, or pairs of them
+  i32 expert;
+  i32 offset, end, count;  // of the expert's rows
+};
+
+constexpr i32 kSearchSteps = 2;  // behind the first look-up
+
 // Turns ascending tickets into tiles; executed by the loader lane alone.
 struct TileWalk {
   const LayerParams& params;
@@ -168,22 +181,54 @@ struct TileWalk {
   }
 
   MOK_DEVICE Tile locate(u32 ticket) {
-    if (ticket == kNoTicket) return Tile{kStop};
-    if (ticket < shared_units) return shared_tile(ticket);
-    while (ticket - begin >= step_units) {
-      if (step >= minis.num_minis) return Tile{kStop};
-      enter(step + 1, begin + step_units);
+    TileSearch search = begin_search(ticket);
+    while (search.steps_left > 0) advance(search);
+    return search.tile;
+  }
+
+  MOK_DEVICE TileSearch begin_search(u32 ticket) {
+    TileSearch search;
+    search.steps_left = 0;
+    if (ticket == kNoTicket || (ticket >= shared_units && !seek(ticket))) {
+      search.tile = Tile{kStop};
+    } else if (ticket < shared_units) {
+      search.tile = shared_tile(ticket);
+    } else {
+      const u32 unit = ticket - begin;
+      const bool first = unit < first_units;
+      const bool gate_up = first != down_first;
+      search.tile.kind = gate_up ? kGateUp : kDown;
+      search.range = gate_up ? gate_up_range : down_range;
+      search.unit = first ? unit : unit - first_units;
+      search.steps_left = kSearchSteps;
+      const i32 block = search.range.begin + search.unit / ceil_div(columns(search.tile.kind), kClusterSize);
+      search.expert = ld_global_s32(params.row_block_expert + block);
     }
-    const u32 unit = ticket - begin;
-    const bool first = unit < first_units;
-    const bool gate_up = first != down_first;
-    const TileKind kind = gate_up ? kGateUp : kDown;
-    const RowBlockRange range = gate_up ? gate_up_range : down_range;
-    const i32 unit_of_kind = first ? unit : unit - first_units;
-    return kClusterSize == 1 ? routed_tile(kind, range, unit_of_kind) : paired_tile(kind, range, unit_of_kind);
+    return search;
+  }
+
+  MOK_DEVICE void advance(TileSearch& search) const {
+    if (search.steps_left == 2) {
+      search.offset = ld_global_s32(params.expert_offset + search.expert);
+      search.end = ld_global_s32(params.expert_offset + search.expert + 1);
+      search.count = ld_global_s32(params.expert_count + search.expert);
+      search.steps_left = 1;
+    } else if (search.steps_left == 1) {
+      search.tile = kClusterSize == 1 ? routed_tile(search) : paired_tile(search);
+      search.steps_left = 0;
+    }
   }
 
  private:
+  // To the step of this ticket; false: it lies behind the last one.
+  MOK_DEVICE bool seek(u32 ticket) {
+    while (ticket - begin >= step_units) {
+      if (step >= minis.num_minis) return false;
+      enter(step + 1, begin + step_units);
+    }
+    return true;
+  }
+
   MOK_DEVICE void enter(i32 new_step, u32 first_ticket) {
     step = new_step;
     begin = first_ticket;
@@ -196,7 +241,7 @@ struct TileWalk {
     step_units = gate_up + down;
   }
 
-  MOK_DEVICE i32 columns(TileKind kind) const {
+  MOK_DEVICE i32 columns(i32 kind) const {
     return kind == kGateUp ? ceil_div(params.intermediate_size, kHiddenTile) : ceil_div(params.hidden_size, kTileN);
   }
 
@@ -222,33 +267,29 @@ struct TileWalk {
     return (range.end - range.begin) * ceil_div(columns, kClusterSize);
   }
 
-  // The row blocks of one expert in a range, and which of their tiles (or pairs) is meant.
+  // The row blocks of one expert in a range, and which of their tiles (or pairs) is meant. Expert by expert: an expert's
+  // tiles are under way at the same time, and each of its rows and weights comes from memory once.
   struct ExpertPart {
-    i32 expert, offset;  // of the expert's first row
     i32 first, blocks;
     i32 unit;
   };
 
-  // Expert by expert: an expert's tiles are under way at the same time, and each of its rows and weights comes from
-  // memory once.
-  MOK_DEVICE ExpertPart expert_part(RowBlockRange range, i32 column_units, i32 unit) const {
-    const i32 expert = params.row_block_expert[range.begin + unit / column_units];
-    const i32 offset = params.expert_offset[expert];
-    const i32 first = max(range.begin, offset / kTileM);
-    const i32 last = min(range.end, params.expert_offset[expert + 1] / kTileM);
-    return ExpertPart{expert, offset, first, last - first, unit - (first - range.begin) * column_units};
+  MOK_DEVICE ExpertPart expert_part(const TileSearch& search, i32 column_units) const {
+    const i32 first = max(search.range.begin, search.offset / kTileM);
+    const i32 last = min(search.range.end, search.end / kTileM);
+    return ExpertPart{first, last - first, search.unit - (first - search.range.begin) * column_units};
   }
 
-  MOK_DEVICE Tile routed_tile(TileKind kind, RowBlockRange range, i32 unit) const {
-    const ExpertPart part = expert_part(range, columns(kind), unit);
+  MOK_DEVICE Tile routed_tile(const TileSearch& search) const {
+    const ExpertPart part = expert_part(search, columns(search.tile.kind));
     const i32 column = part.unit / part.blocks, block = part.first + part.unit - column * part.blocks;
-    return tile_of(kind, block, column, part, kSharesNothing);
+    return tile_of(search, block, column, kSharesNothing);
   }
 
   // The expert's row blocks two by two, then its odd one; column pair by column pair.
-  MOK_DEVICE Tile paired_tile(TileKind kind, RowBlockRange range, i32 unit) const {
-    const i32 all_columns = columns(kind);
-    const ExpertPart part = expert_part(range, ceil_div(all_columns, 2), unit);
+  MOK_DEVICE Tile paired_tile(const TileSearch& search) const {
+    const i32 all_columns = columns(search.tile.kind);
+    const ExpertPart part = expert_part(search, ceil_div(all_columns, 2));
     const i32 column_pair = part.unit / part.blocks, place = part.unit - column_pair * part.blocks;
     const i32 pairs = part.blocks / 2;
     const bool odd = place == 2 * pairs;
@@ -256,15 +297,16 @@ struct TileWalk {
     const i32 block = part.first + (odd ? part.blocks - 1 : 2 * (place - second * pairs) + cluster_rank);
     const i32 column = 2 * column_pair + (odd ? cluster_rank : second);
     const bool whole = 2 * column_pair + 1 < all_columns;
-    Tile tile = tile_of(kind, block, column, part, odd ? (whole ? kSharesRows : kSharesNothing) : kSharesWeights);
+    Tile tile = tile_of(search, block, column, odd ? (whole ? kSharesRows : kSharesNothing) : kSharesWeights);
     if (column >= all_columns) tile.valid_rows = 0;
     return tile;
   }
 
-  MOK_DEVICE Tile tile_of(TileKind kind, i32 block, i32 column, const ExpertPart& part, SharedOperand shared) const {
+  MOK_DEVICE Tile tile_of(const TileSearch& search, i32 block, i32 column, SharedOperand shared) const {
+    const i32 kind = search.tile.kind;
     const i32 depth = kind == kGateUp ? params.hidden_size : params.intermediate_size;
-    const i32 rows_left = params.expert_count[part.expert] - (block * kTileM - part.offset);
-    return Tile{kind, block, column, min(rows_left, kTileM), part.expert, minis.ring_row(block),
+    const i32 rows_left = search.count - (block * kTileM - search.offset);
+    return Tile{kind, block, column, min(rows_left, kTileM), search.expert, minis.ring_row(block),
                 ceil_div(depth, kTileK), shared};
   }
 
@@ -356,11 +398,17 @@ struct TileQueue {
     return *slot();
   }
 
-  // Whole math or epilogue warp: needs the slot no more, its stores of this tile are issued.
+  // Whole math or epilogue warp: needs the slot no more.
   MOK_DEVICE void finish(i32 lane) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier(kTileDone));
     ++number;
+  }
+
+  MOK_DEVICE Tile take(i32 lane) {
+    const Tile tile = get();
+    finish(lane);
+    return tile;
   }
 
  private:
@@ -420,23 +468,20 @@ struct TicketMail {
   MOK_DEVICE void expect(u32 slot) { mbarrier_arrive_expect_tx(shared + kMailFull + 8 * slot, 8); }
 };
 
-// The ring of k-blocks. `phase` starts at 1 for the producer (every stage is free) and 0 for readers.
+// The ring of k-blocks. A reader waits for `full` with `parity`, the producer for `empty` with the other one: at the
+// start every stage is free.
 struct OperandRing {
   u32 shared;
-  u32 stage;
-  u32 phase;
+  u32 number;  // of the next k-block, from the kernel's start
 
-  MOK_DEVICE u32 full() const { return shared + kStageFull + 8 * stage; }
-  MOK_DEVICE u32 empty() const { return shared + kStageEmpty + 8 * stage; }
-  MOK_DEVICE u32 a() const { return shared + stage * kStageBytes; }
+  MOK_DEVICE u32 stage() const { return number % kStages; }
+  MOK_DEVICE u32 parity() const { return number / kStages & 1; }
+  MOK_DEVICE u32 full() const { return shared + kStageFull + 8 * stage(); }
+  MOK_DEVICE u32 empty() const { return shared + kStageEmpty + 8 * stage(); }
+  MOK_DEVICE u32 a() const { return shared + stage() * kStageBytes; }
   MOK_DEVICE u32 b() const { return a() + kOperandABytes; }
-  MOK_DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
 };
+static_assert((kStages & (kStages - 1)) == 0, "stage and parity are bits of the k-block's number");
 
 // One warp hands a stage back, in a cluster to both CTAs: either may be about to multicast into it.
 MOK_DEVICE void release_stage(u32 empty_barrier, i32 lane) {
@@ -450,11 +495,10 @@ MOK_DEVICE void release_stage(u32 empty_barrier, i32 lane) {
 // ---------------------------------------------------------------- from accumulators to the epilogue
 
 // Half a tile in shared memory: per math warpgroup two chunks of 64 rows x 64 columns, bf16, rows of 128 bytes whose
-// 16-byte units are swizzled by the row. One turn per half; `turn` counts the halves of this warpgroup.
+// 16-byte units are swizzled by the row. Its barriers turn once per half, twice per tile: half 0 has always parity 0.
 struct StagingBuffer {
   u32 shared;
   i32 warpgroup;   // whose half
-  u32 turn;
 
   MOK_DEVICE u32 full() const { return shared + kStagingFull + 8 * warpgroup; }
   MOK_DEVICE u32 free() const { return shared + kStagingFree + 8 * warpgroup; }
@@ -463,15 +507,15 @@ struct StagingBuffer {
     return base + row * 128 + ((column_unit ^ (row & 7)) << 4);
   }
 
-  MOK_DEVICE bool is_free() const { return mbarrier_test_wait(free(), (turn & 1) ^ 1); }
-  MOK_DEVICE void wait_free() const { mbarrier_wait(free(), (turn & 1) ^ 1); }
-  MOK_DEVICE void wait_full() const { mbarrier_wait(full(), turn & 1); }
+  // Room for a half: the half before is gone.
+  MOK_DEVICE bool is_free(i32 half) const { return mbarrier_test_wait(free(), half ^ 1); }
+  MOK_DEVICE void wait_free(i32 half) const { mbarrier_wait(free(), half ^ 1); }
+  MOK_DEVICE void wait_full(i32 half) const { mbarrier_wait(full(), half); }
 
   // Whole warp: written, or read.
-  MOK_DEVICE void pass(u32 barrier, i32 lane) {
+  MOK_DEVICE void pass(u32 barrier, i32 lane) const {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barrier);
-    ++turn;
   }
 };
 
@@ -494,14 +538,16 @@ MOK_DEVICE void take_half(HalfTile& half, const float (&acc)[128]) {
 }
 
 // Whole math warp: its 16 rows of the half into the staging buffer, which is free.
-MOK_DEVICE void stage_half(StagingBuffer& staging, const HalfTile& half, i32 lane) {
+MOK_DEVICE void stage_half(const StagingBuffer& staging, const HalfTile& half, i32 lane) {
   const i32 row = threadIdx.x / kWarpSize % 4 * 16 + lane % 16;
+  u32 address = staging.unit(0, row, lane / 16);
+  keep_in_register(address);  // one register instead of four: the row's other units are one bit or two away
 #pragma unroll
   for (i32 chunk = 0; chunk < 2; ++chunk) {
 #pragma unroll
     for (i32 unit = 0; unit < 8; unit += 2) {
       const u32* pair = half.pair + 16 * chunk + 2 * unit;
-      stmatrix_x4(staging.unit(chunk, row, unit + lane / 16), pair[0], pair[1], pair[2], pair[3]);
+      stmatrix_x4((address ^ unit << 4) + chunk * kChunkBytes, pair[0], pair[1], pair[2], pair[3]);
     }
   }
   staging.pass(staging.full(), lane);

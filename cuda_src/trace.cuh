@@ -83,12 +83,6 @@ MOK_DEVICE void trace_start(i32 rank) {
   trace_region() = TraceRegion{index, has_region ? mok_trace.counts[index] : 0, global_timer_ns()};
 }
 
-MOK_DEVICE u16 trace_sm() {
-  u32 sm;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-  return sm;
-}
-
 // Waits that the clock does not see are left out.
 template <i32 kThreads = kWarpSize>
 MOK_DEVICE void trace_task(i32 kind, i32 row_block, i32 column) {
@@ -103,7 +97,7 @@ MOK_DEVICE void trace_task(i32 kind, i32 row_block, i32 column) {
   if (at >= mok_trace.capacity) return;
   const u16 rank = region.index / (mok_trace.num_ctas * kTraceWarps) + mok_trace.first_rank;
   mok_trace.records[static_cast<i64>(region.index) * mok_trace.capacity + at] =
-      TraceRecord{trace_sm(), rank, static_cast<u16>(kind), static_cast<u16>(threadIdx.x / kWarpSize),
+      TraceRecord{static_cast<u16>(sm_id()), rank, static_cast<u16>(kind), static_cast<u16>(threadIdx.x / kWarpSize),
                   static_cast<u32>(row_block), static_cast<u32>(column), start, end};
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mok_ref.bench.commands import bench_cuda, bench_on_cpu
-from mok_ref.bench.entry import require_gpu
+from mok_ref.bench.entry import one_line_errors, require_gpu
 from mok_ref.bench.peers import PEERS, BenchInputs
 from mok_ref.heap.protocol import HeapError
 
@@ -61,4 +61,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    with one_line_errors():
+        raise SystemExit(main(sys.argv[1:]))

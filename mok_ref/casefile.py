@@ -11,6 +11,7 @@ import errno
 import math
 import os
 import stat
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -515,8 +516,10 @@ def _whole_file(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def _temporary(path: Path) -> Path:
-    """Where a file is written before it gets its name: beside it, and never too long a name."""
-    return path.with_name(f".{path.name[:40]}.{os.getpid()}.tmp")
+    """Where a file is written before it gets its name: beside it, never too long a name, and this
+    thread's own (virtual ranks are threads)."""
+    writer = f"{os.getpid()}.{threading.get_native_id()}"
+    return path.with_name(f".{path.name[:40]}.{writer}.tmp")
 
 
 def check_writable(path: str | Path, name: str = "output") -> None:

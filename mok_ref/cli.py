@@ -376,7 +376,7 @@ def bench(
         str | None,
         typer.Option(
             help="cpu: small, medium; cuda: table, small, all, mxfp8, save, ranks, around, growth, "
-            "energy; or NxHxIxExK."
+            "energy, traffic; or NxHxIxExK."
         ),
     ] = None,
     ranks: Annotated[
@@ -392,6 +392,9 @@ def bench(
     bursts: Annotated[
         int | None, typer.Option(help="cuda: groups of 4 launches after a rest (5).")
     ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="cuda: turns of every contender in sustained work (4).")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON report here.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -401,26 +404,29 @@ def bench(
     _refuse_mpiexec("bench")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be one of cpu, cuda, got {device!r}")
-    idle = {"peers": peers, "bursts": bursts} if device == "cpu" else {"ranks": ranks}
-    for name, value in idle.items():
+    of_cuda = {"peers": peers, "bursts": bursts, "rounds": rounds}
+    for name, value in (of_cuda if device == "cpu" else {"ranks": ranks}).items():
         if value is not None:
             raise ValueError(f"{name} must be left out with device {device}, got {value!r}")
     repeats = repeats if repeats is not None else {"cpu": 2, "cuda": 20}[device]
     if repeats < 1:
         raise ValueError(f"repeats must be >= 1, got {repeats}")
     bursts = 5 if bursts is None else bursts
-    if bursts < 1:
-        raise ValueError(f"bursts must be >= 1, got {bursts}")
+    rounds = 4 if rounds is None else rounds
+    for name, number in (("bursts", bursts), ("rounds", rounds)):
+        if number < 1:
+            raise ValueError(f"{name} must be >= 1, got {number}")
     if output is not None:
         _check_writable(output, ".json", "--output")
     if device == "cpu":
-        chosen = (sizes or "small,medium", ranks or "1,2,4")
+        chosen = ("small,medium" if sizes is None else sizes, "1,2,4" if ranks is None else ranks)
         commands.bench_on_cpu(*chosen, directions, repeats, output, as_json)
         good = True
     else:
         peers = "dense,torch-eager" if peers is None else peers
-        sizes = sizes or "table"
-        good = commands.bench_cuda(sizes, directions, peers, repeats, output, as_json, bursts)
+        sizes = "table" if sizes is None else sizes
+        more = (output, as_json, bursts, rounds)
+        good = commands.bench_cuda(sizes, directions, peers, repeats, *more)
     if output is not None and not as_json:
         _say_written("report", output)
     if not good:

@@ -123,11 +123,9 @@ def moe_forward(
     """
     check_layer(config, heap)
     if heap.device == "cuda":
-        from mok_ref.gpu import layer as gpu_layer
+        from mok_ref.gpu.layer import forward
 
-        return gpu_layer.forward(
-            config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save
-        )
+        return forward(config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save)
     check_forward(config, heap, x, topk_ids, topk_weights, weights, shared, workspace, save)
     lease = None
     if workspace is None:
@@ -307,9 +305,9 @@ def moe_backward(
     """
     check_backward(context, router_share)
     if context.workspace.heap.device == "cuda":
-        from mok_ref.gpu import layer as gpu_layer
+        from mok_ref.gpu.layer import backward
 
-        return gpu_layer.backward(context, dy, main_grad, router_share)
+        return backward(context, dy, main_grad, router_share)
     _use_context(context, dy, main_grad)
     config, workspace = context.config, context.workspace
     heap, num_tokens = workspace.heap, len(dy)

@@ -166,6 +166,34 @@ def test_an_error_of_every_process_is_one_line(program: str, is_word_right: bool
     assert line.startswith("error: ") and ("--nothing" in line) == (not is_word_right)
 
 
+@pytest.mark.parametrize("kind", ["ValueError", "KeyError"])
+def test_an_error_of_one_process_ends_them_all(kind: str) -> None:
+    """Rank 1 fails while the others wait for it in a collective."""
+    if shutil.which("mpiexec", path=MPI_PATH) is None:
+        pytest.skip("no mpiexec")
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    program = f"""
+from mok_ref.bench import links_run
+def run(*given):
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 1:
+        raise {kind}("no such thing")
+    MPI.COMM_WORLD.Barrier()
+links_run.run, links_run.require_gpu = run, lambda what: None
+links_run.main(["--parts", "links"])
+"""
+    done = subprocess.run(
+        ["mpiexec", "-n", "3", sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PATH": MPI_PATH},
+    )  # fmt: skip
+    lines = done.stderr.strip().splitlines()
+    if kind == "ValueError":
+        assert done.returncode == 2 and lines == ["error: rank 1: no such thing"]
+    else:
+        assert done.returncode == 1 and lines[-1] == "KeyError: 'no such thing'"
+
+
 def test_layer_rows_count_flops_of_both_directions() -> None:
     case = links_layer.LAYER_CASES["qwen3"]
     forward = links_layer.layer_row(case, 2, "mok_ref", links_layer.FORWARD, 1.0)

@@ -17,7 +17,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mok_ref.bench import commands, energy, entry, gpu, links_page, links_run, mxfp8, page, tasks
+from mok_ref.bench import (
+    commands,
+    energy,
+    entry,
+    gpu,
+    links_page,
+    links_run,
+    mxfp8,
+    page,
+    tasks,
+    timing,
+)
 from mok_ref.bench.cases import CASES, TABLE_CASES, BenchCase, routes
 from mok_ref.bench.commands import parse_peers, parse_sizes
 from mok_ref.bench.cpu import bench_cpu
@@ -29,7 +40,7 @@ from mok_ref.bench.energy import (
     bench_energy,
     dense_bytes,
     layer_bytes,
-    ratio_bound,
+    mean_mhz,
     take_turns,
 )
 from mok_ref.bench.growth import (
@@ -48,15 +59,14 @@ from mok_ref.bench.page_runs import (
     draw_runs,
     other_targets_table,
     peers_table,
-    power_table,
     quotients,
     runs_list,
     runs_of_one_kind,
     targets_table,
 )
 from mok_ref.bench.report_files import BEGIN, END, write_between_markers
-from mok_ref.bench.timing import Protocol, Timing
-from mok_ref.bench.variants import AroundRow, RankRow, SavingRow
+from mok_ref.bench.timing import Protocol, Timing, time_contenders, turns
+from mok_ref.bench.variants import AroundRow, RankRow, SavingRow, time_ranks
 from mok_ref.heap import cuda_device
 from mok_ref.install import install_hint
 
@@ -167,7 +177,10 @@ def report() -> dict:
 def test_a_page_holds_what_the_report_has() -> None:
     made = tables_of(report())
     sizes = "8192 2048 768 128 8"
-    assert f"| qwen3 ({sizes}) | backward | mok_ref | 4.000 | 600 | 0.500 | 4.400 | 0.900 |" in made
+    assert (
+        f"| qwen3 ({sizes}) | backward | mok_ref | 4.000 | 600 | 0.500 | – | 4.400 | 0.900 |"
+        in made
+    )
     assert "dsv3-rank" not in made  # not run
     assert "| qwen3 | 512 / 2048 | none | 0 | 1.000 | 5.000 | +25.0 % |" in made
     assert "| qwen3 | 4 | forward | 2.000 | 1.000 |" in made
@@ -201,6 +214,16 @@ def test_every_page_is_what_its_command_makes(name: str, tmp_path: Path) -> None
     made_of = {"{reports}": reports, "{page}": [str(copy)]}
     main([each for word in words.split() for each in made_of.get(word, [word])])
     assert copy.read_text(encoding="utf-8") == (DOCS / name).read_text(encoding="utf-8")
+
+
+def test_turns_of_a_run_and_medians_of_calls_are_told() -> None:
+    made = report()
+    assert "turns of a contender" not in tables_of(made)
+    for row, turns_ms in zip(made["rows"], ([4.0, 4.04], [4.0, 4.0], [4.0], [4.2, 4.0, 4.1])):
+        row |= {"turns_ms": turns_ms, "ratio_of_medians": 0.875}
+    text = tables_of(made)
+    assert "the 3 turns of a contender: 1.0 % apart in the middle row, 5.0 % at most." in text
+    assert "| forward | mok_ref | 4.000 | 600 | 0.900 | 0.875 | 4.400 | 0.900 |" in text
 
 
 def test_kernels_of_a_report_are_named() -> None:
@@ -307,21 +330,17 @@ def test_bytes_of_dense_and_of_the_layer_by_hand() -> None:
         assert ring == 2 * (tokens + x)
 
 
-def test_the_bound_is_dense_where_nothing_more_is_moved() -> None:
-    case = CASES["qwen3"]
-    extra = layer_bytes(case, "forward", False) - dense_bytes(case, "forward")
-    assert ratio_bound(case, "forward", 0.5, 100.0, False) == 0.5 / (0.5 + extra * 100e-12)
-    assert ratio_bound(case, "forward", 0.5, 0.0, True) == 1.0
-    with_ring, without = (ratio_bound(case, "backward", 1.0, 90.0, r) for r in (True, False))
-    assert with_ring < without < 1
-
-
 def test_power_is_read_between_steps_of_the_counter() -> None:
-    samples = [(0.0, 5.0, 100), (1.0, 10.0, 1400), (1.5, 20.0, 1500), (2.0, 30.0, 1600)]
-    recorder = Recorder(cast(Any, None), samples)
-    assert recorder.between(0.5, 2.5) == (20.0, 1500.0)
+    recorder = Recorder(cast(Any, None), [(0.0, 5.0), (1.0, 10.0), (1.5, 20.0), (2.0, 30.0)])
+    assert recorder.watts(0.5, 2.5) == 20.0
     with pytest.raises(RuntimeError, match=r"took 1 steps in 0\.90 s"):
-        recorder.between(1.1, 2.0 - 1e-9)
+        recorder.watts(1.1, 2.0 - 1e-9)
+
+
+def test_the_clock_is_the_multiprocessors_own() -> None:
+    begin = np.array([[7, 1000], [10**12, 1000], [5, 900], [0, 0]], np.uint64)
+    after = np.array([[1_400_000, 1_000_000], [1_500_000, 1_000_000], [1, 1], [9, 9]], np.uint64)
+    assert mean_mhz(begin, begin + after) == 1400.0  # median of 1400, 1500, 1000; the last is none
 
 
 class FakeClock:
@@ -337,8 +356,8 @@ class FakeClock:
     def perf_counter(self) -> float:
         return self.now / 1000
 
-    def read(self) -> tuple[float, int]:
-        return 10.0 * (self.now // 100), 1500
+    def read(self) -> float:
+        return 10.0 * (self.now // 100)
 
 
 @pytest.mark.parametrize("now", [3, 51, 99])
@@ -348,12 +367,11 @@ def test_power_of_a_steady_card_is_its_power(now: int, monkeypatch: pytest.Monke
     recorder = Recorder(cast(Any, clock))
     recorder._stop = cast(Any, clock)
     recorder._keep_steps()
-    watts, mhz = recorder.between(now / 1000, clock.perf_counter())
-    assert watts == pytest.approx(100.0, rel=1e-9) and mhz == 1500.0
+    assert recorder.watts(now / 1000, clock.perf_counter()) == pytest.approx(100.0, rel=1e-9)
 
 
 def test_an_error_of_the_watching_thread_is_raised() -> None:
-    def read() -> tuple[float, int]:
+    def read() -> float:
         raise OSError("fell off the bus")
 
     recorder = Recorder(cast(Any, SimpleNamespace(read=read)))
@@ -384,13 +402,15 @@ def test_without_a_meter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) ->
         raise AssertionError("measured without a meter")
 
     nvml(monkeypatch)
-    cuda = SimpleNamespace(set_stream=lambda _: None, Stream=lambda: None)
+    cuda = SimpleNamespace(mem_get_info=lambda: (2**40, 2**40))
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(entry, "require_gpu", lambda _: None)
+    monkeypatch.setattr(commands, "require_gpu", lambda _: None)
     monkeypatch.setattr(gpu, "device_facts", dict)
     monkeypatch.setattr(gpu, "bench_case", measured)
     with pytest.raises(EnergyError, match="has no nvmlInit_v2"):
         commands.bench_cuda("qwen3,energy")
+    with pytest.raises(ValueError, match="cases must fit into the GPU's 1024 GiB"):
+        commands.bench_cuda("99999x99999x99999x99x8")
 
 
 def test_a_peer_that_raises_drops_out() -> None:
@@ -432,39 +452,59 @@ def test_finished_cases_are_kept_when_a_later_one_fails(monkeypatch: pytest.Monk
     assert kept[-1] == (COPY, list(TABLE_CASES[:2]))
 
 
-def test_what_power_leaves() -> None:
-    def row(contender: str, ms: float, joules: float, mhz: float) -> dict:
-        made = {"case": "qwen3", "direction": "forward", "contender": contender, "ms": ms}
-        return made | {"joules": joules, "watts": 700.0, "mhz": mhz}
-
-    rows = [row("dense cuBLAS", 1.0, 0.7, 1500.0), row("mok_ref", 1.25, 0.875, 1200.0)]
-    run = run_of(1, 0.8, energy=rows, copy=COPY)
-    bounds = [ratio_bound(CASES["qwen3"], "forward", 0.7, 100.0, ring) for ring in (False, True)]
-    cells = " | ".join(f"{value:.3f}" for value in (*bounds, 0.8, 0.8, 1.0))
-    assert power_table([run])[-1] == f"| qwen3 | forward | {cells} | 1200 | 1500 |"
-    assert "| qwen3 | forward | mok_ref | 1.250 | 0.875 | 700 | 1200 | 1.50 |" in tables_of(run)
-    assert power_table([run_of(1, 0.8)]) == []
-    with pytest.raises(KeyError, match="copy must hold"):
-        tables_of(run | {"copy": {}})
-
-
 # --------------------------------------------------------------------------- timing
 
 
-def test_a_ratio_is_paired_by_round() -> None:
-    slow_then_fast = Timing(sustained=[[2.0, 2.0, 9.0], [1.0, 1.0], [1.0]])
-    other = Timing(sustained=[[4.0], [2.0, 2.2, 2.0], [2.0]])
-    assert other.ratio(slow_then_fast, "sustained") == 2.0
-    assert other.median("sustained") == 2.0  # of calls, not of rounds
+def test_a_time_is_the_median_over_turns_of_their_means() -> None:
+    steps = Timing(sustained=[[1.0, 1.0, 4.0], [2.0, 2.0], [9.0]])
+    other = Timing(sustained=[[4.0], [2.0, 2.0, 5.0]])
+    assert steps.means("sustained") == [2.0, 2.0, 9.0]
+    assert (steps.ms("sustained"), other.ms("sustained")) == (2.0, 3.5)
+    assert other.ratio(steps, "sustained") == 1.75  # not paired: turns may be of any number
+    assert steps.median("sustained") == 2.0 and other.median("sustained") == 3.0  # of calls
 
 
 def test_turns_are_long_enough_for_the_clock() -> None:
-    protocol = Protocol(repeats=20, rounds=3, skip_s=0.15, turn_s=0.25)
-    assert protocol.calls(1.0, 1.0) == (150, 250)
-    assert protocol.calls(1.0, 0.5) == (75, 125)
-    assert protocol.calls(100.0, 1.0) == (2, 7)  # at least 20 calls in 3 rounds
-    assert protocol.calls(0.01, 1.0) == (400, 400)
-    assert Protocol(repeats=3000).calls(0.01, 1.0) == (400, 3000)
+    protocol = Protocol(repeats=20, skip_s=0.15, turn_s=0.25)
+    assert protocol.calls(1.0, 3) == (150, 250)
+    assert protocol.calls(100.0, 3) == (2, 7)  # at least 20 calls in 3 turns
+    assert protocol.calls(100.0, 1) == (2, 20)
+    assert protocol.calls(0.01, 3) == (1000, 1000)
+    assert Protocol(repeats=3000).calls(0.01, 1) == (1000, 3000)
+
+
+def test_every_other_round_is_the_one_before_it_backwards() -> None:
+    order = list(turns(["a", "b", "c"], 4, np.random.default_rng(0)))
+    rounds = [order[i : i + 3] for i in range(0, 12, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert rounds[1] == rounds[0][::-1] and rounds[3] == rounds[2][::-1]
+    orders = {tuple(turns(["a", "b", "c"], 1, np.random.default_rng(seed))) for seed in range(40)}
+    assert len(orders) == 6
+
+
+def test_who_leaves_the_power_alone_has_its_turn_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[tuple[str, int, int]] = []
+
+    def launches_ms(call: Callable[[], Any], count: int, warm: int) -> list[float]:
+        timed.append((call(), count, warm))
+        return [10.0] * count
+
+    monkeypatch.setattr(timing, "launches_ms", launches_ms)
+
+    def work_for(_: float, calls: dict[str, Any], __: dict[str, float]) -> None:
+        timed.append((",".join(calls), 0, 0))
+
+    monkeypatch.setattr(timing, "_work_for", work_for)
+    calls = {name: partial(str, name) for name in ("dense", "light", "ours")}
+    protocol = Protocol(rounds=2, bursts=0)
+    found = time_contenders(calls, np.random.default_rng(0), protocol, apart=("light",))
+    assert timed[3] == ("dense,ours", 0, 0)  # after the three estimates
+    names = [name for name, _, _ in timed[4:]]
+    assert sorted(names[:2]) == ["dense", "ours"] and names[2:4] == names[:2][::-1]
+    assert timed[-1] == ("light", 40, 20) and len(timed) == 9
+    assert [len(found[name].sustained) for name in calls] == [2, 1, 2]
 
 
 def test_a_capture_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,6 +525,22 @@ def test_a_capture_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
         found = gpu._time(CASES[name], contenders, np.random.default_rng(0), Protocol())
         gpu._add_rows(CASES[name], "forward", *found, made)
     assert [row.note for row in made.rows] == ["graph", "no graph: capture failed", "", ""]
+
+
+def test_a_call_of_several_ranks_ends_with_its_last_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [[[0.0, 3.0, 4.0], [10.0, 11.0, 14.0]], [[1.0, 2.0, 5.0], [9.0, 12.0, 13.0]]]
+
+    def run_ranks(size: int, part: Callable[..., Any]) -> list[dict[str, Any]]:
+        assert size == 2
+        return [{"forward": rank} for rank in ends]
+
+    event = SimpleNamespace(record=lambda: None)
+    cuda = SimpleNamespace(Event=lambda **_: event, synchronize=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    fake = SimpleNamespace(run_virtual_cuda_ranks=run_ranks)
+    monkeypatch.setitem(sys.modules, "mok_ref.heap.virtual_cuda", fake)
+    # the ranks end their calls in turn: the longest interval of each call would be 3, 3, 3, 3
+    assert time_ranks(None, 2) == {"forward": [2.0, 2.0, 2.0, 2.0]}
 
 
 # --------------------------------------------------------------------------- others

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mok_ref.bench import links_page, mxfp8, page
-from mok_ref.bench.commands import bench_on_cpu
+from mok_ref.bench.commands import bench_cuda, bench_on_cpu
 from mok_ref.bench.report_files import (
     BEGIN,
     COUNT,
@@ -283,6 +283,17 @@ def test_a_table_is_put_between_its_markers_alone(tmp_path: Path) -> None:
     write_between_markers(target, {("<a>", "</a>"): "one", ("<b>", "</b>"): "two"})
     assert target.read_text() == "x <a>\none\n</a> y <b>\ntwo\n</b> z"
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
+
+
+def test_nothing_is_measured_for_a_report_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = tmp_path / "none" / "r.json"
+    with pytest.raises(ValueError, match="output must lie in a folder"):
+        bench_on_cpu("16x16x16x2x1", "1", "forward", 1, nowhere, True)
+    with pytest.raises(ValueError, match="output must lie in a folder"):
+        bench_cuda("qwen3", output=nowhere)  # said before that there is no GPU
+    assert capsys.readouterr() == ("", "")
 
 
 def test_writing_a_report_replaces_no_neighbour(

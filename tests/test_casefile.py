@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import random
+import threading
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -340,6 +342,20 @@ def test_a_place_that_cannot_be_written_is_refused_early(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"--plot must be a file name, got .*: File name too long"):
         casefile.check_writable(tmp_path / ("x" * 300), "--plot")
     casefile.check_writable(tmp_path / ("x" * 255))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_one_process_may_ask_for_the_same_file_at_once(tmp_path: Path) -> None:
+    """Virtual ranks are threads: each has a temporary file of its own."""
+    path, together = tmp_path / "out.npz", threading.Barrier(4)
+
+    def name(rank: int) -> Path:
+        together.wait(20)
+        casefile.check_writable(path)
+        return casefile._temporary(path)
+
+    with ThreadPoolExecutor(4) as ranks:
+        assert len(set(ranks.map(name, range(4)))) == 4
     assert list(tmp_path.iterdir()) == []
 
 

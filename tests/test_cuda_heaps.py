@@ -167,6 +167,76 @@ def test_virtual_heap_names_the_late_rank() -> None:
     assert "rank 1 (last seen in the barrier before the forward kernel" in text
 
 
+class OrderedStream:
+    """A stream that knows what its end follows: a set of (stream, how much it had enqueued)."""
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.follows = threading.Lock(), 0, set()
+        self.calls = 0
+
+    def enqueue(self) -> None:
+        self.count += 1
+        self.follows |= {(self, self.count)}
+
+    def wait_event(self, event: Any) -> None:
+        self.calls += 1
+        self.follows |= event.follows
+
+
+class OrderedEvent:
+    """What a stream's end followed when the event was recorded."""
+
+    def __init__(self, **_: Any) -> None:
+        self.follows: set[Any] = set()
+
+    def record(self, stream: OrderedStream) -> None:
+        stream.calls += 1
+        self.follows = set(stream.follows)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_behind_a_virtual_barrier_every_stream_follows_all_others(size: int, monkeypatch) -> None:
+    """Whoever comes last; and the driver's calls grow with the ranks, not with their square."""
+    import cupy
+
+    own, plain = threading.local(), cupy.cuda.get_current_stream()
+    monkeypatch.setattr(cupy.cuda, "Event", OrderedEvent)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: getattr(own, "stream", plain))
+    streams = [OrderedStream() for _ in range(size)]
+    rounds = 20
+
+    def work(heap: Any) -> None:
+        own.stream = streams[heap.rank]
+        rng = np.random.default_rng(heap.rank)
+        for number in range(1, rounds + 1):
+            own.stream.enqueue()
+            time.sleep(float(rng.choice([0, 0, 1e-3])))
+            heap.barrier()
+            assert {(stream, number) for stream in streams} <= own.stream.follows
+            # what another enqueues behind the barrier is not waited for
+            assert max(count for _, count in own.stream.follows) == number
+            heap.barrier()
+
+    run_virtual_cuda_ranks(size, work, timeout_s=30)
+    assert sum(stream.calls for stream in streams) == 2 * rounds * (3 * size - 2)
+
+
+def test_a_rank_that_comes_too_late_is_refused() -> None:
+    """The others have given up: it must not go on as if they had been there."""
+
+    def work(heap: Any) -> str:
+        if heap.rank == 1:
+            while not heap._world.arrival.broken:
+                time.sleep(0.01)
+        with pytest.raises(errors.MokTimeoutError) as caught:
+            heap.barrier(errors.BARRIER_DY)
+        return str(caught.value)
+
+    first, late = run_virtual_cuda_ranks(2, work, timeout_s=0.2)
+    assert "rank 0 waited" in first and "for rank 1" in first
+    assert "rank 1 waited" in late and "another rank gave up" in late
+
+
 def test_virtual_heap_alloc_and_free() -> None:
     def work(heap):
         assert isinstance(heap, SymmetricHeap)

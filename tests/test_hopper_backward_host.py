@@ -145,7 +145,7 @@ def test_a_step_keeps_every_cta_at_work(hidden: int, inner: int) -> None:
         (8192, 128, True, True),  # 512 rows per expert
         (32768, 128, True, False),  # 2048
         (32768, 128, False, True),
-        (4096, 4, False, False),  # 8192
+        (8192, 16, False, False),  # 4096
     ],
 )
 def test_warpgroups_take_turns_where_experts_have_few_rows(
@@ -180,14 +180,34 @@ def test_a_grid_is_whole_clusters_and_never_empty(multiprocessors, ctas, monkeyp
 
 
 def test_dx_comes_after_a_chain_that_still_reads_what_lies_there() -> None:
-    path = SimpleNamespace(launch_backward_with_dx=None)
+    path = SimpleNamespace(
+        launch_backward_with_dx=None, last_launch_has_rows=lambda sizes, layer: sizes
+    )
     num_bytes = 8 * 16 * 2
 
-    def early(x: int, dy: int, shared: int, path: Any = path) -> bool:
-        layer = dict(x_in=x, num_tokens=8, hidden_size=16, shared_intermediate_size=shared)
-        return gpu_layer._dx_may_come_early(path, layer, dict(dx=4096, dy_in=dy))
+    def early(x: int, dy: int, shared: int, path: Any = path, has_rows: bool = True) -> bool:
+        layer: Any = dict(x_in=x, num_tokens=8, hidden_size=16, shared_intermediate_size=shared)
+        back: Any = dict(dx=4096, dy_in=dy)
+        return gpu_layer._dx_comes_early(SimpleNamespace(sizes=has_rows), path, layer, back)
 
     assert early(0, 8192, shared=24) and early(4096, 4096, shared=0)
     assert early(4096 - num_bytes, 4096 + num_bytes, shared=24)
     assert not early(4096, 8192, shared=24) and not early(0, 4096 + num_bytes - 2, shared=24)
     assert not early(0, 8192, shared=0, path=SimpleNamespace())
+    assert not early(0, 8192, shared=0, has_rows=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "macrobatch", "has_rows"),
+    [(1, None, True), (1, 1024, True), (2, None, True), (4, None, False), (4, 9216, True)],
+)
+def test_dx_is_made_beside_products_where_a_balanced_load_has_some(
+    ranks: int, macrobatch: int | None, has_rows: bool
+) -> None:
+    config = MoEConfig(64, 64, 4 * ranks, 2, ranks, macrobatch=macrobatch, minibatch=1024)
+    sizes = derive_sizes(config, 0, 1024)
+    layer = new_params(LAYER_PARAMS, num_tokens=1024, top_k=2, num_local_experts=4)
+    assert hopper_backward.last_launch_has_rows(sizes, layer) is has_rows
+    assert (hopper_backward.num_macrobatches(sizes) > 1) == (
+        (ranks, macrobatch) in ((1, 1024), (4, None))
+    )

@@ -74,6 +74,18 @@ def test_workspace_has_room_for_the_counters(tokens, experts, top_k, ranks, widt
     assert sizes.macro_blocks % sizes.mini_blocks == 0
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "mxfp8"])
+def test_only_the_bf16_kernel_makes_y(dtype: str) -> None:
+    config = MoEConfig(64, 64, 8, 2, dtype=dtype)
+    tokens = hopper.COMBINE_FROM_TOKENS
+    sizes = derive_sizes(config, 0, tokens)
+    assert hopper.combines(config, tokens) == (dtype == "bf16")
+    words = 1024 + 8 * sizes.max_row_blocks
+    if dtype == "bf16":
+        words += hopper.num_combine_counters(sizes.max_row_blocks, tokens)
+    assert sizes.num_counters == words
+
+
 @given(st.integers(1, 20000))
 def test_minibatch_fills_the_multiprocessors(width: int) -> None:
     rows = hopper.default_minibatch(width)

@@ -202,6 +202,32 @@ def test_backward_refuses_codes_that_were_held_since_its_forward(workspace) -> N
         layer.backward(context, np.zeros((4, 16), np.uint16))
 
 
+def say_capturing(patches: pytest.MonkeyPatch) -> None:
+    """From now on the stream says that it captures."""
+    import cupy
+
+    stream = type(cupy.cuda.get_current_stream())
+    patches.setattr(stream, "is_capturing", lambda self: True)
+
+
+def test_no_weights_are_held_beside_a_graph_that_quantises_over_them(
+    workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = device_weights(1), device_weights(2)
+    hopper_mxfp8.hold_weights(workspace, a)
+    with monkeypatch.context() as capture:
+        say_capturing(capture)
+        forward(workspace, a)  # quantises nothing
+    hopper_mxfp8.hold_weights(workspace, b)
+    with monkeypatch.context() as capture:
+        say_capturing(capture)
+        forward(workspace, a)
+    with pytest.raises(RuntimeError, match="hold_weights must run before the workspace's first"):
+        hopper_mxfp8.hold_weights(workspace, b)
+    forward(workspace, b)
+    assert codes_are_of(workspace, b)
+
+
 def test_what_cannot_be_held_is_refused(workspace, monkeypatch) -> None:
     import cupy
 
@@ -217,9 +243,10 @@ def test_what_cannot_be_held_is_refused(workspace, monkeypatch) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             hopper_mxfp8.hold_weights(workspace, weights._replace(**{name: array}))
-    monkeypatch.setattr(type(cupy.cuda.get_current_stream()), "is_capturing", lambda self: True)
-    with pytest.raises(RuntimeError, match="hold_weights must run before a capture"):
-        hopper_mxfp8.hold_weights(workspace, weights)
+    with monkeypatch.context() as capture:
+        say_capturing(capture)
+        with pytest.raises(RuntimeError, match="hold_weights must run before a capture"):
+            hopper_mxfp8.hold_weights(workspace, weights)
     portable = DeviceWorkspace(workspace.config, workspace.heap, 4, path="portable")
     with pytest.raises(ValueError, match="workspace must run moe_forward_mxfp8, got one that runs"):
         hopper_mxfp8.hold_weights(portable, weights)

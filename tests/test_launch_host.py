@@ -108,6 +108,62 @@ def test_the_same_arrays_are_prepared_once_and_others_anew(monkeypatch) -> None:
 
 
 @needs_compiler
+def test_a_known_step_only_enqueues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is checked, converted, looked for in the workspace's tables or made again."""
+    config, inputs = make_case("one_rank")
+
+    def work(heap):
+        workspace = DeviceWorkspace(config, heap, 40, path="portable")
+        x, ids, weights, experts, _ = rank_arguments(config, inputs, 0)
+        x, ids, weights = map(layer.on_device, (x, ids, weights))
+        others = (ids, weights, type(experts)(*map(layer.on_device, experts)), None)
+        dy = layer.on_device(rank_dy(inputs, 0))
+        results = [step(config, heap, workspace, x, others, dy)]
+        names = ("on_device", "prepare", "as_output", "set_params", "new_params")
+        for name in (*names, "_check_apart", "_check_arrays", "forward_path", "backward_path"):
+            monkeypatch.setattr(layer, name, lambda *_, name=name: pytest.fail(name))
+        results.append(step(config, heap, workspace, x, others, dy))
+        return results
+
+    first, second = on_one_rank(work)
+    for name, value in first.items():
+        assert_bitwise_equal(second[name], value, name)
+
+
+@needs_compiler
+def test_an_address_with_other_strides_is_another_step() -> None:
+    """Same address, shape and dtype, other rows: what lies there is not what is meant."""
+    config, inputs = make_case("one_rank")
+
+    def work(heap):
+        import cupy
+
+        workspace = DeviceWorkspace(config, heap, 40, path="portable")
+        x, ids, weights, experts, _ = rank_arguments(config, inputs, 0)
+        others = (layer.on_device(ids), layer.on_device(weights), experts, None)
+        given = as_host(x), as_host(rank_dy(inputs, 0))
+        count, width = given[0].shape
+        rooms = [layer.on_device(cupy.zeros((count, 2 * width), np.uint16)) for _ in given]
+        results = []
+        for dense in (True, False, True):
+            arrays = []
+            for room, values in zip(rooms, given, strict=True):
+                room[...] = 0x7FFF
+                first = room.reshape(-1)[: count * width].reshape(count, width)
+                arrays.append(first if dense else room[:, :width])
+                arrays[-1][...] = values
+            x, dy = arrays
+            results.append(step(config, heap, workspace, x, others, dy))
+        return results
+
+    actual = on_one_rank(work)
+    expected = reference(config, inputs)[0]
+    for found in actual:
+        for name, value in expected.items():
+            assert_bitwise_equal(found[name], value, name)
+
+
+@needs_compiler
 def test_every_recording_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that stamp their tasks are other kernels: a step that was prepared without them is
     prepared again, once per recording, and serves unchanged when none is on."""

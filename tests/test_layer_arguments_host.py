@@ -263,6 +263,43 @@ def test_a_closed_workspace_launches_nothing() -> None:
     on_one_rank(work)
 
 
+def test_clusters_may_be_changed_between_steps(hopper_without_kernels: None) -> None:
+    """What was prepared for another number is not launched again; its kernel is loaded before the
+    first barrier."""
+    config = MoEConfig(64, 32, 4, 2)
+    inputs = layers.make_inputs(config, (TOKENS,), 1)
+
+    def work(heap: Any) -> list[list[tuple[str, ...]]]:
+        workspace = DeviceWorkspace(config, heap, TOKENS, path="hopper")
+        given = [layer.on_device(array) for array in layers.rank_arguments(config, inputs, 0)[:3]]
+        experts = ExpertWeights(*map(layer.on_device, layers.rank_arguments(config, inputs, 0)[3]))
+        assert workspace.cluster_size == hopper.DEFAULT_CLUSTER_SIZE
+        loaded: list[tuple[str, ...]] = []
+        plain = hopper.load_kernel
+
+        def load(source: str, name: str, macros: tuple[str, ...], *rest: Any) -> Any:
+            loaded.append(macros)
+            return plain(source, name, macros, *rest)
+
+        found = []
+        for size in (2, 2, 1, 1, 2):
+            workspace.cluster_size = size
+            loaded.clear()
+            with mock.patch.object(hopper, "load_kernel", load):
+                layer.forward(config, heap, *given, experts, None, workspace, "all")
+            found.append(list(loaded))
+        for wrong in (0, 3, True, "2", 2.0):
+            with pytest.raises(
+                ValueError, match=rf"^cluster_size must be one of 1, 2, got {wrong!r}"
+            ):
+                workspace.cluster_size = wrong
+        return found
+
+    first, *others = run_virtual_cuda_ranks(1, work, timeout_s=60)[0]
+    two = [("MOK_CLUSTER_SIZE=2",)] * 2  # in warm_up, then for the launch
+    assert [first, *others] == [two, [], [()] * 2, [], two]
+
+
 @pytest.mark.parametrize("value", [float("nan"), True, "20", 20.5, -1, None])
 def test_max_tokens_is_a_number_of_tokens(value: Any) -> None:
     message = rf"^max_tokens must be an integer >= 0, got {value!r}$"

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES, BenchCase
+from mok_ref.bench.entry import require_gpu
 from mok_ref.bench.timing import Protocol
-from mok_ref.casefile import write_whole
+from mok_ref.casefile import check_writable, write_whole
 
 if TYPE_CHECKING:
     from mok_ref.bench.cpu import CpuTiming
 
-EXPERIMENTS = ("save", "ranks", "around", "growth", "energy")
+EXPERIMENTS = ("save", "ranks", "around", "growth", "energy", "traffic")
 """Words of --sizes beside cases: save modes, virtual ranks, kernels around the products, growth of
-the cost, joules per call."""
+the cost, joules per call, bytes and instructions per call."""
 
 
 def parse_sizes(text: str) -> list[BenchCase | str]:
@@ -85,6 +86,8 @@ def bench_on_cpu(
     from mok_ref.verify import parse_ranks
 
     backward = "backward" in parse_directions(directions)
+    if output is not None:
+        check_writable(output)
     timings = bench_cpu(sizes, parse_ranks(ranks), repeats, backward, _say_finished)
     if output is not None:
         write_whole(output, bench_json(timings))
@@ -104,19 +107,21 @@ def bench_cuda(
     output: Path | None = None,
     as_json: bool = False,
     bursts: int = 5,
+    rounds: int = 4,
 ) -> bool:
     """Run, print, write; False when a bit differed."""
-    from mok_ref.bench.entry import require_gpu
-
+    chosen, opponents, wanted = parse_sizes(cases), parse_peers(peers), parse_directions(directions)
+    if output is not None:
+        check_writable(output)
     require_gpu("bench --device cuda")
     import torch
 
-    from mok_ref.bench.energy import EnergyMeter
     from mok_ref.bench.gpu import BenchReport, bench_case, device_facts, print_report
-    from mok_ref.bench.variants import run_experiment
+    from mok_ref.bench.memory import check_memory
+    from mok_ref.bench.variants import Instruments, run_experiment
 
-    chosen, opponents, wanted = parse_sizes(cases), parse_peers(peers), parse_directions(directions)
-    meter = EnergyMeter() if "energy" in chosen else None  # refuses before anything is measured
+    check_memory([c for c in chosen if isinstance(c, BenchCase)], torch.cuda.mem_get_info()[0])
+    instruments = Instruments.of(chosen)  # refuses before anything is measured
     torch.cuda.set_stream(torch.cuda.Stream())
     report = BenchReport(device_facts())
 
@@ -124,10 +129,10 @@ def bench_cuda(
         if output is not None:
             write_whole(output, report.to_json())
 
-    protocol = Protocol(repeats=repeats or 20, bursts=bursts)
+    protocol = Protocol(repeats=repeats or 20, rounds=rounds, bursts=bursts)
     for what in chosen:
         if isinstance(what, str):
-            run_experiment(what, report, opponents, meter, keep)
+            run_experiment(what, report, opponents, instruments, keep)
         else:
             bench_case(what, wanted, opponents, report, protocol)
         keep()

@@ -1,19 +1,18 @@
-"""Joules per call and clocks, and what the bytes that the layer moves beyond dense cuBLAS cost.
+"""Joules per call and clocks of this layer and dense cuBLAS on a card at its power limit.
 
-A card at its power limit trades clocks for energy: of two kernels with the same cycles, the one
-that needs fewer joules per call is the faster one. In the steady state
+There everybody draws the same power, and
 
-    time of dense / time of the layer = joules of dense / joules of the layer        (equal power)
+    time of dense / time of the layer = cycles of dense / cycles of the layer
+                                        * clock of the layer / clock of dense
 
-so what bounds the ratio is energy. The layer does the products that dense does, and moves more
-bytes: all experts' weights instead of one expert's, rows that are pushed and summed up, gradients
-of all experts. A byte through DRAM costs what a plain copy costs, measured in the same run:
+The clock is what the energy of a cycle leaves: a kernel that moves more bytes or issues more
+instructions in a cycle runs at a lower one (mok_ref/bench/page_power.py puts both together). A byte
+through memory costs what a plain copy costs, measured in the same run:
 
     joules per byte = (joules of the copy - idle watts * its time) / (bytes read + bytes written)
-    bound of the ratio = joules of dense / (joules of dense + extra bytes * joules per byte)
 
-Not counted: SwiGLU, schedule, rows of padding, operands that are read from L2 more than once, and
-whatever L2 keeps (which would leave more).
+`dense_bytes` and `layer_bytes` count what must move once; what is moved is counted by
+mok_ref/bench/traffic.py.
 """
 
 from __future__ import annotations
@@ -32,12 +31,13 @@ import numpy as np
 from mok_ref.bench.cases import CASES, TABLE_CASES, BenchCase, routes
 
 ROUNDS = 2
-SECONDS = 0.9  # of work per contender and round
-STEADY = 0.35  # of it comes before what is measured
+SECONDS = 1.2  # of work per contender and round: the counter moves every 0.1 s
+STEADY = 0.3  # of it comes before what is measured
 LONGEST_S = 3.0
 POLL_S = 0.002
 COPY_BYTES = 1 << 32
-SM_CLOCK = 1  # nvmlClockType_t
+SOURCE, KERNEL = "clock.cu", "stamp_clocks"
+PROBE_BLOCKS, PROBE_STAMPS = 1024, 512  # both more than any card's multiprocessors
 BF16 = 2  # bytes
 
 
@@ -95,14 +95,6 @@ def layer_bytes(case: BenchCase, direction: str, ring: bool) -> int:
     return BF16 * (moved + (tokens + rows * hidden if ring else 0))
 
 
-def ratio_bound(
-    case: BenchCase, direction: str, dense_joules: float, pj_per_byte: float, ring: bool
-) -> float:
-    """Ratio to dense cuBLAS that the extra bytes leave at equal power."""
-    extra = layer_bytes(case, direction, ring) - dense_bytes(case, direction)
-    return dense_joules / (dense_joules + 1e-12 * pj_per_byte * extra)
-
-
 # --------------------------------------------------------------------------- measuring
 
 
@@ -111,7 +103,7 @@ class EnergyError(RuntimeError):
 
 
 class EnergyMeter:
-    """Energy counter and clock of CUDA's current device, through NVML.
+    """Energy counter of CUDA's current device, through NVML.
 
     Raises: EnergyError where NVML is absent, too old or cannot tell.
     """
@@ -129,13 +121,11 @@ class EnergyMeter:
         self._ask("nvmlDeviceGetHandleByPciBusId_v2", bus, ctypes.byref(self._device))
         self.read()
 
-    def read(self) -> tuple[float, int]:
-        """(joules since the driver was loaded, SM clock in MHz)."""
-        energy, clock = ctypes.c_ulonglong(), ctypes.c_uint()
-        name = "nvmlDeviceGetTotalEnergyConsumption"
-        self._ask(name, self._device, ctypes.byref(energy))
-        self._ask("nvmlDeviceGetClockInfo", self._device, SM_CLOCK, ctypes.byref(clock))
-        return energy.value / 1e3, clock.value
+    def read(self) -> float:
+        """Joules since the driver was loaded."""
+        energy = ctypes.c_ulonglong()
+        self._ask("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(energy))
+        return energy.value / 1e3
 
     def _ask(self, name: str, *arguments: Any) -> None:
         try:
@@ -158,7 +148,7 @@ class Recorder:
     """
 
     meter: EnergyMeter
-    samples: list[tuple[float, float, int]] = field(default_factory=list)  # time, joules, MHz
+    samples: list[tuple[float, float]] = field(default_factory=list)  # time, joules
 
     def __enter__(self) -> Recorder:
         self._error: Exception | None = None
@@ -180,19 +170,19 @@ class Recorder:
             self._error = error
 
     def _keep_steps(self) -> None:
-        last, _ = self.meter.read()
+        last = self.meter.read()
         while not self._stop.wait(POLL_S):
-            joules, mhz = self.meter.read()
+            joules = self.meter.read()
             if joules != last:
-                self.samples.append((time.perf_counter(), joules, mhz))
+                self.samples.append((time.perf_counter(), joules))
                 last = joules
 
     def steps(self, begin: float, end: float) -> int:
         """Steps of the counter in this time."""
         return sum(begin <= sample[0] <= end for sample in self.samples)
 
-    def between(self, begin: float, end: float) -> tuple[float, float]:
-        """(watts, mean MHz) from the first to the last step in this time.
+    def watts(self, begin: float, end: float) -> float:
+        """From the first to the last step in this time.
 
         Raises: EnergyError where the counter took fewer than two steps.
         """
@@ -200,8 +190,43 @@ class Recorder:
             took = self.steps(begin, end)
             raise EnergyError(f"energy counter took {took} steps in {end - begin:.2f} s")
         inside = [sample for sample in self.samples if begin <= sample[0] <= end]
-        (first, joules, _), (last, more, _) = inside[0], inside[-1]
-        return (more - joules) / (last - first), float(np.mean([s[2] for s in inside]))
+        (first, joules), (last, more) = inside[0], inside[-1]
+        return (more - joules) / (last - first)
+
+
+class ClockProbe:
+    """Clock of the multiprocessors between two moments of a stream, from their own counters: what
+    the driver tells is 5 to 10 % higher under load.
+
+    CUDA: cuda_src/clock.cu: stamp_clocks
+    """
+
+    def __init__(self) -> None:
+        self._stamps: list[Any] = []
+
+    def stamp(self) -> None:
+        """A moment behind what torch's current stream holds."""
+        import cupy
+
+        from mok_ref.bench.gpu import torch_stream
+        from mok_ref.gpu.compiler import load_kernel
+
+        kernel = load_kernel(SOURCE, KERNEL)
+        with torch_stream():
+            self._stamps.append(cupy.zeros((PROBE_STAMPS, 2), np.uint64))
+            kernel((PROBE_BLOCKS,), (32,), (self._stamps[-1], np.int32(PROBE_STAMPS)))
+
+    def mhz(self) -> float:
+        """Between the last two moments, both of them passed."""
+        return mean_mhz(*(stamps.get() for stamps in self._stamps[-2:]))
+
+
+def mean_mhz(begin: np.ndarray, end: np.ndarray) -> float:
+    """Median over the multiprocessors of cycles / microseconds. begin, end: (N, 2) uint64 stamps,
+    zeros where there is none."""
+    there = (begin > 0).all(axis=1) & (end > 0).all(axis=1)
+    cycles, nanoseconds = (end[there] - begin[there]).astype(np.float64).T
+    return float(np.median(1e3 * cycles / nanoseconds))
 
 
 def measure_energy(
@@ -213,7 +238,7 @@ def measure_energy(
     from mok_ref.bench.timing import launches_ms
 
     batch = max(1, ceil(25 / max(float(np.median(launches_ms(call, 2, warm=1))), 1e-2)))
-    marks: list[Any] = []
+    probe, marks, begin = ClockProbe(), [], 0.0
 
     def mark() -> None:
         marks.append(torch.cuda.Event(enable_timing=True))
@@ -221,21 +246,24 @@ def measure_energy(
 
     with Recorder(meter) as recorder:
         start = time.perf_counter()
-        mark()
-        while time.perf_counter() - start < seconds:
+        while (now := time.perf_counter() - start) < seconds:
+            if not begin and now >= STEADY * seconds:
+                begin = start + now
+                probe.stamp()
+                marks.clear()
+            mark()
             for _ in range(batch):
                 call()
-            mark()
-            if len(marks) > 3:  # two batches are queued, not all of the time
-                marks[-3].synchronize()
+            if len(marks) > 2:  # two batches are queued, not all of the time
+                marks[-2].synchronize()
         end = time.perf_counter()
+        mark()
+        probe.stamp()
         torch.cuda.synchronize()
-    steady = ceil(len(marks) * STEADY)
-    ms = marks[steady].elapsed_time(marks[-1]) / (batch * (len(marks) - 1 - steady))
-    begin = start + STEADY * seconds
     if recorder.steps(begin, end) < 2 and seconds < LONGEST_S:  # a slow counter
         return measure_energy(meter, call, 2 * seconds)
-    return ms, *recorder.between(begin, end)
+    ms = marks[0].elapsed_time(marks[-1]) / (batch * (len(marks) - 1))
+    return ms, recorder.watts(begin, end), probe.mhz()
 
 
 def idle_watts(meter: EnergyMeter, seconds: float = SECONDS) -> float:
@@ -247,7 +275,7 @@ def idle_watts(meter: EnergyMeter, seconds: float = SECONDS) -> float:
     with Recorder(meter) as recorder:
         start = time.perf_counter()
         time.sleep(seconds)
-        return recorder.between(start, time.perf_counter())[0]
+        return recorder.watts(start, time.perf_counter())
 
 
 def measure_copy(meter: EnergyMeter) -> dict[str, float]:
@@ -317,14 +345,14 @@ def take_turns(
     may_fail: Collection[str],
     failed: Callable[[str, Exception], None],
 ) -> dict[str, list[tuple[float, float, float]]]:
-    """`ROUNDS` measurements of every contender, in turn.
+    """`ROUNDS` measurements of every contender, in turn; every other round goes backwards.
 
     may_fail  contenders that drop out when they raise; `failed` is told
     Raises:   EnergyError, which is nobody's fault but the counter's; what all others raise
     """
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
-    for _ in range(ROUNDS):
-        for name in list(found):
+    for number in range(ROUNDS):
+        for name in list(found)[:: -1 if number % 2 else 1]:
             try:
                 found[name].append(measure(contenders[name]))
             except Exception as why:  # whatever foreign code raises, the others are still measured

@@ -1,18 +1,19 @@
 """What the benchmarks' command lines share: errors in one line, and what must be there to measure.
 
-A wrong word, a file that is no report, a missing library or GPU: one line on stderr, status 2. What
-happens after the start of a measurement on several processes stays a traceback of its process.
+A wrong word, a file that is no report, a missing library or GPU: one line on stderr, status 2. Of
+several processes the first that fails says its line and ends the others, which may wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from mok_ref.heap.protocol import HeapError
-from mok_ref.launch import end_with_error, one_line
+from mok_ref.launch import MpiJob, end_with_error, one_line
 
 
 class WordParser(argparse.ArgumentParser):
@@ -23,12 +24,20 @@ class WordParser(argparse.ArgumentParser):
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Errors of the caller's words, files, libraries and devices end the program with status 2."""
+def one_line_errors(job: MpiJob | None = None) -> Iterator[None]:
+    """Errors of the caller's words, files, libraries and devices end the program with status 2.
+
+    job   started already: errors of this process alone, which name their rank
+    """
     try:
         yield
     except (ValueError, OSError, HeapError, RuntimeError) as error:
-        end_with_error(None, f"error: {one_line(error)}")
+        where = "" if job is None else f"rank {job.rank}: "
+        end_with_error(job, f"error: {where}{one_line(error)}")
+    except Exception:  # a fault of this program: the other processes must not wait for it
+        if job is None:
+            raise
+        end_with_error(job, traceback.format_exc(), 1)
 
 
 def require_gpu(what: str, with_torch: bool = True) -> None:

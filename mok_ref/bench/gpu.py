@@ -30,13 +30,14 @@ from mok_ref.bench.timing import (
     host_us_per_call,
     time_contenders,
 )
+from mok_ref.bench.traffic import TrafficRow
 from mok_ref.bench.variants import AroundRow, RankRow, SavingRow
 from mok_ref.layer import moe_backward, moe_forward
 
 OURS, OURS_SAVING, OURS_BF16 = "mok_ref", "mok_ref, saving", "mok_ref, bf16 dW"
 # Relative error of a peer's y and dx up to which it does the same job; all peers compute in bf16.
 PEER_TOLERANCE = {"bf16": 0.03, "mxfp8": 0.2}
-FAR_AWAY = ("torch eager", "torch compiled", "Liger")  # need no long turns to be told apart
+LIGHT = ("torch eager", "torch compiled", "Liger")  # draw less power than the others
 SMALL_ROUNDS = 7
 SMALL_TOKENS = 512  # up to here everybody is replayed from a CUDA graph
 
@@ -48,11 +49,13 @@ class BenchRow:
     case: str
     direction: str
     contender: str
-    sustained_ms: float
+    sustained_ms: float  # Timing.ms
     bursts_ms: float
     tflops: float
-    ratio_sustained: float  # time of dense cuBLAS / this time, paired (Timing.ratio)
+    ratio_sustained: float  # time of dense cuBLAS / this time
     ratio_bursts: float
+    ratio_of_medians: float  # the same, of the medians of all sustained calls
+    turns_ms: list[float]  # mean of each turn's calls
     samples: int
     note: str = ""  # "graph", or why a small case was not replayed from one
 
@@ -66,7 +69,7 @@ class BenchReport:
     bits: dict[str, str] = field(default_factory=dict)  # case: "equal" or the first difference
     host_us: dict[str, float] = field(default_factory=dict)  # forward, by case
     host_backward_us: dict[str, float] = field(default_factory=dict)
-    saving_cost: dict[str, float] = field(default_factory=dict)  # time / without saving, paired
+    saving_cost: dict[str, float] = field(default_factory=dict)  # time / without saving
     left_out: dict[str, str] = field(default_factory=dict)  # peer: why
     peers: dict[str, str] = field(default_factory=dict)  # peer: packages, versions, tuning
     peer_errors: dict[str, float] = field(default_factory=dict)  # against this layer's y and dx
@@ -77,6 +80,7 @@ class BenchReport:
     ceilings: dict[str, float] = field(default_factory=dict)  # of the growth's model
     energy: list[EnergyRow] = field(default_factory=list)
     copy: dict[str, float] = field(default_factory=dict)  # what a byte costs, in joules
+    traffic: list[TrafficRow] = field(default_factory=list)
 
     def to_json(self) -> str:
         """What mok_ref/bench/page.py reads."""
@@ -342,8 +346,9 @@ def _time(
         launched = {name: _graphed_or_plain(call) for name, call in contenders.items()}
         contenders = {name: call for name, (call, _) in launched.items()}
         notes = {name: note for name, (_, note) in launched.items()}
-        protocol = replace(protocol, rounds=SMALL_ROUNDS, skip_s=0.005, turn_s=0.015)
-    return time_contenders(contenders, rng, protocol, brief=FAR_AWAY), notes
+        protocol = replace(protocol, rounds=SMALL_ROUNDS, warm_s=0.1, skip_s=0.005, turn_s=0.015)
+        return time_contenders(contenders, rng, protocol), notes
+    return time_contenders(contenders, rng, protocol, apart=LIGHT), notes
 
 
 def _graphed_or_plain(call: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
@@ -367,11 +372,13 @@ def _add_rows(
             case=case.name,
             direction=direction,
             contender=name,
-            sustained_ms=timing.median("sustained"),
-            bursts_ms=timing.median("bursts"),
-            tflops=case.flops(direction) / timing.median("sustained") / 1e9,
+            sustained_ms=timing.ms("sustained"),
+            bursts_ms=timing.ms("bursts"),
+            tflops=case.flops(direction) / timing.ms("sustained") / 1e9,
             ratio_sustained=dense.ratio(timing, "sustained"),
             ratio_bursts=dense.ratio(timing, "bursts"),
+            ratio_of_medians=dense.median("sustained") / timing.median("sustained"),
+            turns_ms=timing.means("sustained"),
             samples=sum(map(len, timing.sustained)),
             note=notes[name],
         )
@@ -394,8 +401,8 @@ def print_report(report: BenchReport) -> None:
             f"{row.bursts_ms:9.3f} {row.tflops:8.0f} {row.ratio_sustained:7.3f} "
             f"{row.ratio_bursts:7.3f} {row.note}"
         )
-    experiments = (report.saving, report.ranks, report.around, report.growth, report.energy)
-    for line in (line for lines in experiments for line in lines):
+    named = ("saving", "ranks", "around", "growth", "energy", "traffic")
+    for line in (line for name in named for line in getattr(report, name)):
         print(line)
     for title, facts in (
         ("bits", report.bits),

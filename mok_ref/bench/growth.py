@@ -33,7 +33,8 @@ RANKS = (1, 2, 4, 8)
 AXES = ("tokens", "experts", "skew", "ranks")
 ALL_TO_ONE = 3.0  # place of "all to one expert" on the axis of exponents
 DIRECTIONS = ("forward", "backward")
-WARM_MS = 300.0
+WARM_MS = 500.0  # until the clock has stopped swinging (mok_ref/bench/timing.py)
+TURN_MS = 150.0  # of calls that count
 
 
 @dataclass
@@ -134,11 +135,11 @@ def measure_ceilings(size: int = 8192) -> dict[str, float]:
 
 
 def time_case(case: BenchCase) -> dict[str, float]:
-    """Median milliseconds of forward and backward after `WARM_MS` of the same work; small cases
+    """Mean milliseconds of forward and backward after `WARM_MS` of the same work; small cases
     replayed from a CUDA graph."""
     from mok_ref.bench.gpu import SMALL_TOKENS, OurLayer
     from mok_ref.bench.peers import graphed, make_inputs
-    from mok_ref.bench.timing import free_device_memory, launches_ms
+    from mok_ref.bench.timing import MAX_CALLS, free_device_memory, launches_ms
 
     layer = OurLayer(make_inputs(case), "bf16")
     calls: dict[str, Callable[[], Any]] = {
@@ -151,7 +152,8 @@ def time_case(case: BenchCase) -> dict[str, float]:
             layer.forward("all")
         run = graphed(call) if case.num_tokens <= SMALL_TOKENS else call
         first = max(float(np.median(launches_ms(run, 3, warm=1))), 1e-2)
-        found[direction] = float(np.median(launches_ms(run, 12, warm=ceil(WARM_MS / first))))
+        warm, counted = ceil(WARM_MS / first), max(12, min(ceil(TURN_MS / first), MAX_CALLS))
+        found[direction] = float(np.mean(launches_ms(run, counted, warm)))
     layer.close()
     del layer, calls, call, run
     free_device_memory()
@@ -167,7 +169,7 @@ def rank_rows(case: BenchCase, ceilings: dict[str, float]) -> list[GrowthRow]:
     rows = []
     for size in RANKS:
         for direction, found in time_ranks(inputs, size).items():
-            rows.append(_row("ranks", size, direction, float(np.median(found)), case, ceilings))
+            rows.append(_row("ranks", size, direction, float(np.mean(found)), case, ceilings))
     return rows
 
 

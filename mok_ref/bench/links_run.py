@@ -17,6 +17,7 @@ from typing import Any
 from mok_ref.bench.entry import WordParser, one_line_errors, require_gpu
 from mok_ref.bench.links_layer import LAYER_CASES
 from mok_ref.casefile import check_writable, write_whole
+from mok_ref.launch import start_job
 
 PARTS = ("links", "layers", "bits")
 
@@ -131,7 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cases = list(dict.fromkeys(options.cases.split(",")))
         parts = set(options.parts.split(","))
         group_sizes(import_mpi().COMM_WORLD.size, cases if parts & {"layers", "bits"} else ())
-    if not run(cases, options.output, parts, options.timeout):
+    job = start_job()  # None without mpiexec: one process
+    with one_line_errors(job):
+        equal = run(cases, options.output, parts, options.timeout)
+    if job is not None:
+        job.close()
+    if not equal:
         sys.exit(1)
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DEFAULT_CASES = (
     "dsv3-rank", "qwen3", "mixtral", "kimi-16", "sonic", "small-16", "small-128", "small-512",
 )  # fmt: skip
-PROTOCOL = Protocol(repeats=14, warm_s=0.3, skip_s=0.1, turn_s=0.15, bursts=0)
+PROTOCOL = Protocol(repeats=14, rounds=2, warm_s=0.3, skip_s=0.15, turn_s=0.2, bursts=0)
 COLUMNS = ("bf16 kernel", "mxfp8 kernel", "bf16 step", "mxfp8 step", "mxfp8 step, weights held")
 BACKWARD = ("bf16 backward", "mxfp8 backward")
 RATIOS = {
@@ -126,8 +126,8 @@ def measure(name: str, checked: bool) -> dict[str, Any]:
         "case": name,
         **sizes_of(case),
         "flops": case.flops("forward"),
-        "ms": {name: timing.median("sustained") for name, timing in times.items()},
-        "ratios": paired_ratios(times),
+        "ms": {name: timing.ms("sustained") for name, timing in times.items()},
+        "ratios": measured_ratios(times),
         "bits": bits,
     }
     for layer in (bf16, ours):
@@ -148,8 +148,8 @@ def sizes_of(case: BenchCase) -> dict[str, int]:
     }
 
 
-def paired_ratios(times: dict[str, Timing]) -> dict[str, float]:
-    """bf16 time / MXFP8 time of every kind, paired by rounds (Timing.ratio)."""
+def measured_ratios(times: dict[str, Timing]) -> dict[str, float]:
+    """bf16 time / MXFP8 time of every kind."""
     return {
         kind: times[bf16].ratio(times[ours], "sustained") for kind, (bf16, ours) in RATIOS.items()
     }

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from mok_ref.bench.cases import CASES, TABLE_CASES, BenchCase
 from mok_ref.bench.entry import WordParser, is_older, kernels_line, one_line_errors
 from mok_ref.bench.growth import ALL_TO_ONE, AXES, DIRECTIONS, draw_growth
 from mok_ref.bench.growth import BASE as GROWTH_BASE
+from mok_ref.bench.page_power import PRICES, parts_table, power_tables
 from mok_ref.bench.page_runs import (
     COLUMNS,
     draw_runs,
@@ -46,13 +49,16 @@ from mok_ref.bench.report_files import (
     plain,
     read_report,
 )
+from mok_ref.bench.timing import Protocol
+from mok_ref.bench.traffic import BYTES, COUNTERS
 from mok_ref.casefile import check_distinct, write_whole
 from mok_ref.config import SAVE_MODES
 
-ROW = {"case": NAME, "direction": one_of(*DIRECTIONS), "contender": NAME} | {
+ROW: dict[str, Any] = {"case": NAME, "direction": one_of(*DIRECTIONS), "contender": NAME} | {
     key: POSITIVE
     for key in ("sustained_ms", "bursts_ms", "tflops", "ratio_sustained", "ratio_bursts")
 }
+ROW |= {"ratio_of_medians": Maybe(POSITIVE), "turns_ms": Maybe([POSITIVE])}
 SAVING = {"case": NAME, "ring_rows": COUNT, "rows": COUNT, "save": one_of(*SAVE_MODES)}
 SAVING |= {"forward_ms": POSITIVE, "step_ms": POSITIVE, "saved_bytes": COUNT}
 RANK = {"case": NAME, "ranks": COUNT, "direction": one_of(*DIRECTIONS)}
@@ -62,15 +68,25 @@ AROUND: dict[str, Any] = {"case": NAME, "kernels": NAME, "us": POSITIVE, "tbytes
 AROUND |= {"own_launch": Maybe(one_of(True, False))}
 GROWTH = {"axis": one_of(*AXES), "value": NUMBER, "direction": one_of(*DIRECTIONS)}
 GROWTH |= {"ms": POSITIVE, "limit_ms": POSITIVE, "limited_by": one_of("products", "memory")}
-RUNS_TITLE = """### All runs of these kernels
-
-Ratio = time of dense cuBLAS products with the same FLOPs / time of the whole layer, sustained: each
-contender on its own clock, in turns of 0.4 s of which the first 0.15 s do not count. All have one
-turn per round in random order, and the ratio is the median over the rounds of the quotient of the
-two medians in a round. Below: median over the runs (lowest – highest). **Bold** where that median
-misses the target."""
+TABLE = Protocol()
+TURN_S = TABLE.skip_s + TABLE.turn_s
+PROTOCOL = f"""
+Ratio = time of dense cuBLAS products with the same FLOPs / time of the whole layer, sustained.
+After {TABLE.warm_s:g} s of work all contenders have {TABLE.rounds} turns of {TURN_S:g} s, in random
+order and the same order backwards, without a pause. The first {TABLE.skip_s:g} s of a turn do not
+count, so that each runs at its own clock. Its time is the median over its turns of the mean of a
+turn's calls (queued, {TABLE.repeats} at least in all, timed by CUDA events): the card moves its
+clock in steps of 1 %, and the median of calls jumps from step to step; it stands beside in every
+report. The torch pipelines and Liger draw less power, after which the clock swings for half a
+second, so they have one turn after all others'. Below: median over the runs (lowest – highest).
+**Bold** where that median misses the target."""
+RUNS_TITLE = f"### All runs of these kernels\n\n{textwrap.fill(PROTOCOL.strip(), 100)}"
 ENERGY = {"case": one_of(*TABLE_CASES), "direction": one_of(*DIRECTIONS), "contender": NAME}
 ENERGY |= {key: POSITIVE for key in ("ms", "joules", "watts", "mhz")}
+TRAFFIC = {"case": one_of(*TABLE_CASES), "direction": one_of(*DIRECTIONS), "contender": NAME}
+TRAFFIC |= dict.fromkeys(COUNTERS, COUNT) | {"cycles": POSITIVE}
+PART = {"case": one_of(*TABLE_CASES), "direction": one_of(*DIRECTIONS), "what": NAME}
+PART |= {key: POSITIVE for key in ("ms", "mhz")}
 BENCH = ReportKind(
     made_by="bench --device cuda",
     key="rows",
@@ -92,8 +108,11 @@ BENCH = ReportKind(
         "ceilings": Maybe(Each(POSITIVE)),
         "energy": Maybe([ENERGY]),
         "copy": Maybe(Each(POSITIVE)),
+        "traffic": Maybe([TRAFFIC]),
+        "parts": Maybe([PART]),
+        "prices": Maybe(dict.fromkeys(PRICES, POSITIVE)),
     },
-    some_of=("rows", "saving", "ranks", "around", "growth", "energy"),
+    some_of=("rows", "saving", "ranks", "around", "growth", "energy", "traffic", "parts"),
 )
 
 
@@ -108,6 +127,7 @@ def tables_of(report: dict[str, Any]) -> str:
         "ranks": _ranks_table,
         "around": _around_table,
         "energy": _energy_table,
+        "traffic": _traffic_table,
     }
     parts = [line for key in made if report.get(key) for line in (*made[key](report), "")]
     return "\n".join([*parts, *_facts(report)])
@@ -115,17 +135,18 @@ def tables_of(report: dict[str, Any]) -> str:
 
 def _rows_table(report: dict[str, Any]) -> list[str]:
     lines = [
-        "| case (T H I E K) | direction | who | ms | TFLOP/s | dense / it | in bursts: ms "
-        "| dense / it |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case (T H I E K) | direction | who | ms | TFLOP/s | dense / it | by medians of calls "
+        "| in bursts: ms | dense / it |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         shape = CASES.get(row["case"].partition(":")[0])
         sizes = "" if shape is None else f" ({_sizes(shape)})"
+        medians = f"{row['ratio_of_medians']:.3f}" if "ratio_of_medians" in row else "–"
         lines.append(
             f"| {row['case']}{sizes} | {row['direction']} | {row['contender']} "
             f"| {row['sustained_ms']:.3f} | {row['tflops']:.0f} | {row['ratio_sustained']:.3f} "
-            f"| {row['bursts_ms']:.3f} | {row['ratio_bursts']:.3f} |"
+            f"| {medians} | {row['bursts_ms']:.3f} | {row['ratio_bursts']:.3f} |"
         )
     return lines
 
@@ -217,6 +238,24 @@ def _energy_table(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def _traffic_table(report: dict[str, Any]) -> list[str]:
+    lines = [
+        "Bytes and warp instructions of one call, counted:",
+        "",
+        "| case | direction | who | memory read, GB | written | L2 read, GB | written "
+        "| between its halves, GB | M warp instructions | tensor pipes busy, % |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["traffic"]:
+        gbytes = [f"{row[name] / 1e9:.2f}" for name in BYTES]
+        busy = 100 * row["tensor_cycles"] / row["cycles"]
+        lines.append(
+            f"| {row['case']} | {row['direction']} | {row['contender']} | {' | '.join(gbytes)} "
+            f"| {row['instructions'] / 1e6:.0f} | {busy:.1f} |"
+        )
+    return lines
+
+
 def growth_table(report: dict[str, Any], picture: str) -> list[str]:
     """Points of all curves beside their limits. Raises: KeyError naming what the report lacks."""
     ceilings = report.get("ceilings", {})
@@ -267,6 +306,7 @@ def _facts(report: dict[str, Any]) -> list[str]:
             f"- Forward that saves gate and up: {100 * min(cost) - 100:+.1f} to "
             f"{100 * max(cost) - 100:+.1f} % in time."
         )
+    lines += _turns_apart(report["rows"])
     of_what = " with those older kernels and launches" if is_older(report["device"]) else ""
     for name, key in (("forward", "host_us"), ("backward", "host_backward_us")):
         host = report.get(key, {}).values()
@@ -285,6 +325,24 @@ def _facts(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _prices(reports: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The newest report's that has some; they belong to the card, not to the kernels."""
+    with_some = [report for report in reports if report.get("prices")]
+    return max(with_some, key=when)["prices"] if with_some else None
+
+
+def _turns_apart(rows: list[dict[str, Any]]) -> list[str]:
+    """How far the turns of one contender are apart: what repeating gives inside a run."""
+    several = [row["turns_ms"] for row in rows if len(row.get("turns_ms", [])) > 1]
+    if not several:
+        return []
+    spans = [100 * (max(turns) / min(turns) - 1) for turns in several]
+    return [
+        f"- Slowest and fastest of the {max(map(len, several))} turns of a contender: "
+        f"{median(spans):.1f} % apart in the middle row, {max(spans):.1f} % at most."
+    ]
+
+
 def page_text(
     paths: Sequence[Path], reports: list[dict[str, Any]], folder: Path, picture: str
 ) -> str:
@@ -297,13 +355,16 @@ def page_text(
     runs = runs_of_one_kind(reports)
     names = [os.path.relpath(path, folder) for path in paths]
     links = {id(r): f"[{Path(name).name}]({name})" for r, name in zip(reports, names, strict=True)}
-    details, growth = [], []
+    details, joules, growth = [], [], []
     for report, path in sorted(zip(reports, paths, strict=True), key=lambda one: when(one[0])):
         facts = report["device"]
         made = " ".join(part for part in when(report) if part)
         title = f"{made}, {facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}"
         with errors_name(path, BENCH):
             tables = tables_of(report)
+            if report.get("parts"):
+                joules += ["### Where the time goes", "", *parts_table(report), ""]
+                joules += [kernels_line(facts), ""]
             if report.get("growth"):
                 curves = os.path.relpath(path.with_suffix(".svg"), folder)
                 growth += ["### Growth", "", *growth_table(report, curves), ""]
@@ -311,7 +372,8 @@ def page_text(
         details += [f"<details><summary>{title}</summary>", "", tables, "", "</details>", ""]
     shown = f"![everybody's ratio to dense cuBLAS]({picture})"
     lines = [RUNS_TITLE, "", shown, "", *runs_tables(runs, links)]
-    lines += [*growth, "### Every report", "", *details]
+    lines += power_tables(runs, _prices(reports))
+    lines += [*joules, *growth, "### Every report", "", *details]
     return "\n".join(lines).rstrip()
 
 

@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES
-from mok_ref.bench.energy import ratio_bound
 from mok_ref.bench.entry import kernels_name
 
 Report = dict[str, Any]
@@ -134,7 +133,7 @@ def runs_tables(runs: list[Report], names: dict[int, str]) -> list[str]:
     dtypes = {"": TABLE_CASES, ":mxfp8": tuple(f"{case}:mxfp8" for case in TABLE_CASES)}
     parts = [runs_list(runs, names)]
     parts += [targets_table(runs, cases) for cases in dtypes.values()]
-    parts += [peers_table(runs), small_table(runs), other_targets_table(runs), power_table(runs)]
+    parts += [peers_table(runs), small_table(runs), other_targets_table(runs)]
     return [line for part in parts if part for line in (*part, "")]
 
 
@@ -269,63 +268,10 @@ def _ranks_by_case(runs: list[Report]) -> dict[tuple[str, int, str], list[float]
     return values
 
 
-# --------------------------------------------------------------------------- what power leaves
-
-
-def power_table(runs: list[Report]) -> list[str]:
-    """Ratios to dense in time, energy and cycles, beside what the extra bytes leave."""
-    lines = []
-    for case in TABLE_CASES:
-        for direction, ours in COLUMNS[:2]:
-            found = [_power_of(run, case, direction, ours) for run in runs if run.get("energy")]
-            columns = list(zip(*filter(None, found)))
-            if columns:
-                cells = [spread(list(values), digits=d) for values, d in zip(columns, POWER_DIGITS)]
-                lines.append(f"| {case} | {direction} | {' | '.join(cells)} |")
-    if not lines:
-        return []
-    copies = [run["copy"] for run in runs if run.get("energy")]
-    byte, watts, idle = (
-        spread([copy[key] for copy in copies], digits=0)
-        for key in ("pj_per_byte", "watts", "idle_watts")
-    )
-    return [
-        "### What power leaves",
-        "",
-        "All of it at the card's power limit, where a call takes the time that its joules need. "
-        "Ratio = dense cuBLAS / whole layer. Bound: the layer does the products that dense does "
-        "and moves more bytes through memory (`mok_ref/bench/energy.py`: `layer_bytes`, "
-        f"`dense_bytes`), each at {byte} pJ, which is what a copy of 4 GiB costs in the same run: "
-        f"(its {watts} W - {idle} W idle) / (bytes read + bytes written per second). With the "
-        "ring: rows that are pulled are written and read once more.",
-        "",
-        "| case | direction | bound | with the ring | in joules | in time | in cycles "
-        "| MHz of ours | MHz of dense |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *lines,
-    ]
-
-
-POWER_DIGITS = (3, 3, 3, 3, 3, 0, 0)
-BAR = 0.17  # width of a bar, cases are 1 apart
-
-
-def _power_of(run: Report, case: str, direction: str, ours: str) -> tuple[float, ...] | None:
-    """One run's cells of `power_table`; none where it did not measure the case."""
-    rows = {
-        r["contender"]: r for r in run["energy"] if (r["case"], r["direction"]) == (case, direction)
-    }
-    mine, dense = rows.get(ours), rows.get("dense cuBLAS")
-    if mine is None or dense is None:
-        return None
-    joules, byte = dense["joules"], run["copy"]["pj_per_byte"]
-    bounds = [ratio_bound(CASES[case], direction, joules, byte, ring) for ring in (False, True)]
-    in_time = dense["ms"] / mine["ms"]
-    in_cycles = in_time * dense["mhz"] / mine["mhz"]
-    return (*bounds, joules / mine["joules"], in_time, in_cycles, mine["mhz"], dense["mhz"])
-
-
 # --------------------------------------------------------------------------- picture
+
+
+BAR = 0.17  # width of a bar, cases are 1 apart
 
 
 def draw_runs(runs: list[Report], path: str | Path) -> None:

@@ -2,13 +2,16 @@
 
 The card is power-limited, so a figure means something only beside another from the same run.
 Sustained figures are of each contender's own clock: turns that are too short for the power control
-would share one clock among all, and compare cycles instead of times.
+would share one clock among all, and compare cycles instead of times. The control moves the clock in
+steps of 15 MHz, about 1 % each, and swings by some percent for half a second after a contender that
+draws less power. So a turn counts as the mean of its calls (their median is one step or the other),
+and whoever leaves the limit alone has its turn after all others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
@@ -17,8 +20,7 @@ from typing import Any
 import numpy as np
 
 BURST_LAUNCHES = 4
-MAX_CALLS = 400  # in one turn
-BRIEF = 0.5  # of a turn
+MAX_CALLS = 1000  # in one turn
 
 
 @dataclass(frozen=True)
@@ -28,67 +30,75 @@ class Protocol:
     repeats        sustained samples of every contender, at least
     rounds         in each of them every contender has one turn
     warm_s         continuous work before the first round
-    skip_s         beginning of a turn that does not count: the card's power control takes some
-                   tenths of a second until the clock is this contender's own
+    skip_s         beginning of a turn that does not count: the clock is not yet this contender's
     turn_s         the part of a turn that counts
     bursts         groups of 4 launches, each after `burst_rest_s` without work
     numpy_samples  tokens that NumPy computes again
     """
 
     repeats: int = 20
-    rounds: int = 3
-    warm_s: float = 0.3
-    skip_s: float = 0.15
-    turn_s: float = 0.25
+    rounds: int = 4
+    warm_s: float = 1.0
+    skip_s: float = 0.2
+    turn_s: float = 0.4
     bursts: int = 5
     burst_rest_s: float = 0.3
     numpy_samples: int = 0
 
-    def calls(self, ms: float, share: float) -> tuple[int, int]:
-        """(calls that do not count, calls that count) of a turn, for a call of this length."""
-        counted = max(-(-self.repeats // self.rounds), ceil(1e3 * share * self.turn_s / ms))
-        skipped = ceil(1e3 * share * self.skip_s / ms)
-        return min(skipped, MAX_CALLS), min(counted, max(self.repeats, MAX_CALLS))
+    def calls(self, ms: float, rounds: int) -> tuple[int, int]:
+        """(calls that do not count, calls that count) of one of so many turns, for a call of this
+        length."""
+        counted = max(-(-self.repeats // rounds), ceil(1e3 * self.turn_s / ms))
+        return min(ceil(1e3 * self.skip_s / ms), MAX_CALLS), min(
+            counted, max(self.repeats, MAX_CALLS)
+        )
 
 
 @dataclass
 class Timing:
-    """Milliseconds of single calls, a list for each round."""
+    """Milliseconds of single calls, a list for each turn or burst."""
 
     sustained: list[list[float]] = field(default_factory=list)
     bursts: list[list[float]] = field(default_factory=list)
 
+    def means(self, kind: str) -> list[float]:
+        """Of each turn's calls. kind: "sustained" or "bursts"."""
+        return [float(np.mean(turn)) for turn in getattr(self, kind)]
+
+    def ms(self, kind: str) -> float:
+        """Milliseconds per call: the median over the turns of the mean of a turn's calls."""
+        return float(np.median(self.means(kind)))
+
     def median(self, kind: str) -> float:
-        """Of all calls of "sustained" or "bursts"."""
+        """Of all calls."""
         return float(np.median(np.concatenate(getattr(self, kind))))
 
     def ratio(self, other: Timing, kind: str) -> float:
-        """This time / the other's, paired: the median over the rounds of the quotient of their
-        medians in a round. Clocks that drift from round to round leave it alone."""
-        pairs = zip(getattr(self, kind), getattr(other, kind), strict=True)
-        return float(np.median([np.median(mine) / np.median(others) for mine, others in pairs]))
+        """This time / the other's."""
+        return self.ms(kind) / other.ms(kind)
 
 
 def time_contenders(
     contenders: Mapping[str, Callable[[], Any]],
     rng: np.random.Generator,
     protocol: Protocol,
-    brief: Collection[str] = (),
+    apart: Collection[str] = (),
 ) -> dict[str, Timing]:
     """Samples of every contender.
 
-    Sustained: rounds in which the contenders have turns in random order without a pause, each long
-    enough to settle at the clock that its own power leaves. Bursts: groups of 4 launches with a
-    rest before each.
+    Sustained: rounds in which the contenders have turns without a pause, each long enough to settle
+    at the clock that its own power leaves. Bursts: groups of 4 launches with a rest before each.
 
-    brief  contenders with turns of `BRIEF` the length
+    apart  contenders that have one turn, after all rounds: after them the clock is another one
     """
     results = {name: Timing() for name in contenders}
     estimate = {name: _estimate_ms(call) for name, call in contenders.items()}
-    _work_for(protocol.warm_s, contenders, estimate)
-    for _ in range(protocol.rounds):
-        for name in rng.permutation(list(contenders)):
-            skipped, counted = protocol.calls(estimate[name], BRIEF if name in brief else 1.0)
+    together = [name for name in contenders if name not in apart]
+    _work_for(protocol.warm_s, {name: contenders[name] for name in together}, estimate)
+    alone = [name for name in contenders if name in apart]
+    for names, rounds in ((together, protocol.rounds), (alone, 1)):
+        for name in turns(names, rounds, rng):
+            skipped, counted = protocol.calls(estimate[name], rounds)
             found = launches_ms(contenders[name], counted, warm=skipped)
             results[name].sustained.append(found)
     for _ in range(protocol.bursts):
@@ -98,8 +108,23 @@ def time_contenders(
     return results
 
 
+def turns(names: list[str], rounds: int, rng: np.random.Generator) -> Iterator[str]:
+    """Who has the next turn: in every other round a random order, then the same order backwards, so
+    that a steady drift meets all alike."""
+    order: list[str] = []
+    for number in range(rounds):
+        order = order[::-1] if number % 2 else [str(name) for name in rng.permutation(names)]
+        yield from order
+
+
 def launches_ms(call: Callable[[], Any], count: int, warm: int) -> list[float]:
     """Milliseconds of `count` queued calls, measured one by one with events."""
+    return [a.elapsed_time(b) for a, b in pairwise(marks_between(call, count, warm))]
+
+
+def marks_between(call: Callable[[], Any], count: int, warm: int) -> list[Any]:
+    """Events before, between and behind `count` queued calls, all of them passed; `warm` calls come
+    before."""
     import torch
 
     for _ in range(warm):
@@ -110,7 +135,7 @@ def launches_ms(call: Callable[[], Any], count: int, warm: int) -> list[float]:
         call()
         mark.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+    return marks
 
 
 def _estimate_ms(call: Callable[[], Any]) -> float:

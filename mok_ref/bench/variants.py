@@ -3,7 +3,7 @@ around the products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from mok_ref.bench.cases import CASES, BenchCase
-from mok_ref.bench.timing import Protocol, Timing, launches_ms, time_contenders
+from mok_ref.bench.energy import EnergyMeter, bench_energy
+from mok_ref.bench.timing import Protocol, Timing, launches_ms, marks_between, time_contenders
+from mok_ref.bench.traffic import bench_traffic, find_ncu
 from mok_ref.config import ROW_TILE, SAVE_MODES
 
 SAVING_CASES = ("dsv3-rank", "qwen3")
@@ -21,8 +23,9 @@ RANK_CASES = ("dsv3-rank", "kimi-16", "mixtral", "qwen3")
 ENERGY_PEERS = ("SonicMoE",)
 NUM_RANKS = 4
 RANK_ROUNDS = 3
-RANK_CALLS = 12
+RANK_CALLS = 12  # in the queue at once
 RANK_WARM_S = 0.5  # of work before the calls that count, which a card at its power limit needs
+RANK_TURN_S = 0.3  # of calls that count
 WARM_RATE = 500e12  # FLOP/s about which the work before is cut
 
 
@@ -79,16 +82,34 @@ class AroundRow:
         return f"around {self.case:11} {self.kernels:8} {self.us:.1f} us{rate}{where}"
 
 
+@dataclass(frozen=True)
+class Instruments:
+    """What experiments need beside the layer: an `EnergyMeter`, the path of `ncu`."""
+
+    meter: EnergyMeter | None
+    ncu: str | None
+
+    @classmethod
+    def of(cls, chosen: Collection[Any]) -> Instruments:
+        """Those that the chosen experiments use. Raises: EnergyError, TrafficError."""
+        return cls(
+            EnergyMeter() if "energy" in chosen else None,
+            find_ncu() if "traffic" in chosen else None,
+        )
+
+
 def run_experiment(
-    name: str, report: Any, peers: tuple[str, ...], meter: Any, keep: Callable[[], None]
+    name: str,
+    report: Any,
+    peers: tuple[str, ...],
+    instruments: Instruments,
+    keep: Callable[[], None],
 ) -> None:
     """One of `mok_ref.bench.commands.EXPERIMENTS`; adds to `report`.
 
     peers  who else may run
-    meter  `EnergyMeter`, which "energy" needs
     keep   stores what the report has; called after each of the cases that "energy" measures
     """
-    from mok_ref.bench.energy import bench_energy
     from mok_ref.bench.growth import bench_growth
 
     if name == "save":
@@ -102,9 +123,13 @@ def run_experiment(
             report.around += bench_around(CASES[case])
     elif name == "growth":
         bench_growth(report)
+    elif name == "traffic":
+        assert instruments.ncu is not None
+        bench_traffic(report, instruments.ncu)
     else:
+        assert instruments.meter is not None
         others = tuple(peer for peer in peers if peer in ENERGY_PEERS)
-        bench_energy(report, meter, others, keep)
+        bench_energy(report, instruments.meter, others, keep)
 
 
 # --------------------------------------------------------------------------- save modes
@@ -116,7 +141,7 @@ def bench_saving(case: BenchCase) -> list[SavingRow]:
     from mok_ref.bench.peers import make_inputs
 
     inputs, rng, rows = make_inputs(case), np.random.default_rng(0), []
-    protocol = Protocol(bursts=0, turn_s=0.15)
+    protocol = Protocol(rounds=2, warm_s=0.3, turn_s=0.25, bursts=0)
     for macrobatch in (None, -(-case.num_rows // (4 * ROW_TILE)) * ROW_TILE):
         layer = OurLayer(inputs, "bf16", macrobatch=macrobatch)
         forwards = {save: partial(layer.forward, save) for save in SAVE_MODES}
@@ -133,8 +158,8 @@ def bench_saving(case: BenchCase) -> list[SavingRow]:
                     ring_rows=ring_rows,
                     rows=case.num_rows,
                     save=save,
-                    forward_ms=forward[save].median("sustained"),
-                    step_ms=step[save].median("sustained"),
+                    forward_ms=forward[save].ms("sustained"),
+                    step_ms=step[save].ms("sustained"),
                     saved_bytes=4 * kept * case.intermediate_size,
                 )
             )
@@ -198,15 +223,15 @@ def bench_around(case: BenchCase) -> list[AroundRow]:
 def bench_ranks(case: BenchCase, num_ranks: int) -> list[RankRow]:
     """Forward and backward of `num_ranks` virtual ranks beside one rank with all tokens.
 
-    The worlds of one and of several ranks take turns; "against one rank" is the median over the
-    rounds of the quotient of the two medians in a round.
+    The worlds of one and of several ranks take turns, in every other round in the other order.
     """
     from mok_ref.bench.peers import make_inputs
 
     inputs = make_inputs(case)
     timings: dict[tuple[int, str], Timing] = {}
-    for _ in range(RANK_ROUNDS):
-        for size in (1, num_ranks):
+    sizes = [1, num_ranks]
+    for number in range(RANK_ROUNDS):
+        for size in sizes[::-1] if number % 2 else sizes:
             for direction, found in time_ranks(inputs, size).items():
                 timings.setdefault((size, direction), Timing()).sustained.append(found)
     return [
@@ -214,7 +239,7 @@ def bench_ranks(case: BenchCase, num_ranks: int) -> list[RankRow]:
             case=case.name,
             ranks=size,
             direction=direction,
-            ms=timing.median("sustained"),
+            ms=timing.ms("sustained"),
             against_one_rank=timing.ratio(timings[1, direction], "sustained"),
         )
         for (size, direction), timing in timings.items()
@@ -222,16 +247,23 @@ def bench_ranks(case: BenchCase, num_ranks: int) -> list[RankRow]:
 
 
 def time_ranks(inputs: Any, size: int) -> dict[str, list[float]]:
-    """Milliseconds per call of "forward" and "backward", on the slowest rank, after
-    `RANK_WARM_S` of each."""
+    """Milliseconds per call of "forward" and "backward", after `RANK_WARM_S` of each. A call ends
+    when its last rank ends."""
+    import torch
+
     from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
 
-    found = run_virtual_cuda_ranks(size, partial(_time_rank, inputs))
-    return {name: np.max([times[name] for times in found], axis=0).tolist() for name in found[0]}
+    origin = torch.cuda.Event(enable_timing=True)
+    origin.record()
+    torch.cuda.synchronize()
+    found = run_virtual_cuda_ranks(size, partial(_time_rank, inputs, origin))
+    ends = {name: np.max([rank[name] for rank in found], axis=0) for name in found[0]}
+    return {name: np.diff(ms, axis=1).ravel().tolist() for name, ms in ends.items()}
 
 
-def _time_rank(inputs: Any, heap: Any) -> dict[str, list[float]]:
-    """One rank's part, in its own thread and stream."""
+def _time_rank(inputs: Any, origin: Any, heap: Any) -> dict[str, list[list[float]]]:
+    """One rank's part, in its own thread and stream: when its calls ended, batch by batch, in
+    milliseconds since `origin`; the first of a batch is the end of the call before it."""
     import torch
 
     from mok_ref.bench.gpu import OurLayer
@@ -242,18 +274,22 @@ def _time_rank(inputs: Any, heap: Any) -> dict[str, list[float]]:
             "forward": partial(layer.forward, "none"),
             "backward": layer.backward,
         }
-        times = {}
+        ends: dict[str, list[list[float]]] = {}
         for direction, call in calls.items():
             if direction == "backward":
                 layer.forward("all")
             # Every rank must make the same number of calls, so it comes from the case alone.
-            call_s = max(inputs.case.flops(direction) / WARM_RATE, 1e-3)
-            for _ in range(ceil(RANK_WARM_S / call_s / RANK_CALLS)):
-                # A queue that is full would hold up the ranks that its work waits for.
+            batch_s = RANK_CALLS * max(inputs.case.flops(direction) / WARM_RATE, 1e-3)
+            warm, counted = ceil(RANK_WARM_S / batch_s), ceil(RANK_TURN_S / batch_s)
+            # In batches: a queue that is full would hold up the ranks that its work waits for.
+            for _ in range(warm):
                 launches_ms(call, RANK_CALLS, warm=0)
-            times[direction] = launches_ms(call, RANK_CALLS, warm=3)
+            ends[direction] = []
+            for _ in range(counted):
+                marks = marks_between(call, RANK_CALLS, warm=3)
+                ends[direction].append([origin.elapsed_time(mark) for mark in marks])
         layer.close()
-    return times
+    return ends
 
 
 def rank_inputs(inputs: Any, rank: int, size: int) -> Any:

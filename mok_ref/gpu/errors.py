@@ -62,6 +62,7 @@ class DeviceStatus:
         self._pinned = cupy.cuda.alloc_pinned_memory(ERROR_RECORD.itemsize)
         self.record = np.frombuffer(self._pinned, ERROR_RECORD, 1)
         self.record[...] = np.zeros((), ERROR_RECORD)
+        self._code = self.record["code"]  # a view: looked at in every call of the layer
         self.words = cupy.array([0, 0, NO_INPUT_ERROR, 0], dtype=cupy.uint64)
         self.record_address = int(self._pinned.ptr)
         self.abort_address, self.epoch_address, self.input_error_address, _ = (
@@ -71,7 +72,7 @@ class DeviceStatus:
 
     def check_timeout(self) -> None:
         """Raise MokTimeoutError if a wait has expired; never synchronises."""
-        if int(self.record["code"][0]):
+        if self._code[0]:
             raise MokTimeoutError(timeout_message(self.record[0]))
 
     def check(self, top_k: int | None = None) -> None:

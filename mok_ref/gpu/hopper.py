@@ -100,9 +100,10 @@ def combines(config: MoEConfig, num_tokens: int) -> bool:
     """Whether the kernel makes y itself, from every token as soon as its rows are there.
 
     Not with several ranks: rows of others arrive at times of their own, and no kernel waits for
-    another rank.
+    another rank. Not with MXFP8 experts: their kernel makes no y.
     """
-    return config.ep_size == 1 and num_tokens >= COMBINE_FROM_TOKENS
+    alone = config.ep_size == 1 and config.dtype == "bf16"
+    return alone and num_tokens >= COMBINE_FROM_TOKENS
 
 
 def default_minibatch(intermediate_size: int) -> int:

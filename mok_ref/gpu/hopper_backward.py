@@ -9,6 +9,7 @@ of a workspace allocates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from mok_ref.config import ROW_TILE, MoEConfig
 from mok_ref.gpu.compiler import load_kernel
+from mok_ref.gpu.errors import BARRIER_CHAIN, BARRIER_DX
 from mok_ref.gpu.hopper import encode_tiled
-from mok_ref.gpu.launch import NUM_MULTIPROCESSORS, Launch, ParamBlock, prepared
+from mok_ref.gpu.launch import NUM_MULTIPROCESSORS, Launch, ParamBlock, clearing, prepared
 from mok_ref.gpu.params import SYMMETRIC_BUFFERS
 
 SOURCE, CLUSTER_SOURCE = "megakernel_backward.cu", "megakernel_backward_clusters.cu"
@@ -31,7 +33,7 @@ CLUSTER_SHARED_BYTES = SHARED_BYTES + 48  # letters between its CTAs
 CLUSTER_BOXES = 4 // CLUSTER_SIZE  # of 64 columns of operand B, in one copy
 WGRAD, WGRAD_PAIRS = "moe_wgrad_hopper", "moe_wgrad_pairs_hopper"
 WGRAD_SOURCES = {WGRAD: CLUSTER_SOURCE, WGRAD_PAIRS: SOURCE}
-PAIRS_BELOW_ROWS = {"bf16": 1024, "float32": 8192}
+PAIRS_BELOW_ROWS = {"bf16": 1024, "float32": 4096}
 """Rows per expert, on average, below which the warpgroups of the wgrad kernel take turns.
 
 Both kernels run in clusters of two CTAs. Turns hide the store of a tile behind the other half's
@@ -42,7 +44,6 @@ in float32, is a large part of a tile (docs/tuning_backward.md).
 TICKET_WORDS = 32  # one counter per 128 bytes
 HIDDEN_DONE_WORD = 16  # of DgradCounters
 BLOCK_GROUP = 16  # kBlockGroup: row blocks whose tiles are walked column by column
-DX_PHASE, CHAIN_PHASE = 4, 5  # kPhaseBarrierDx, kPhaseBarrierChain
 COLLECT_THREADS = 256
 
 _POINTER = np.uint64
@@ -329,14 +330,27 @@ def warm_up(workspace: Any) -> None:
     _ = load_kernel(SOURCE, "moe_chain_collect").num_regs
 
 
-def launch_backward(workspace: Any, layer: ParamBlock, back: ParamBlock, stream: Any) -> None:
-    """Everything between the barriers of `moe_backward`; collective if there is a shared expert.
+def launch_backward(
+    workspace: Any, layer: ParamBlock, back: ParamBlock, stream: Any, with_dx: bool = False
+) -> None:
+    """The products of `moe_backward`, from the barrier behind dy on; collective.
 
-    Pushes dx rows and d_topk_weights to their owners and writes all weight gradients.
+    Pushes dx rows and d_topk_weights to their owners, then comes the barrier behind which those of
+    all ranks are here; writes all weight gradients.
     layer, back   LAYER_PARAMS and BACKWARD_PARAMS blocks of this call; the x rows of macrobatch 0
                   still lie in the ring as the forward kernel left them
+    with_dx       whether the last kernel of the routed experts makes dx and d_topk_weights of this
+                  rank's tokens, too: they are bound by memory and its products are not
     """
-    plan = _begin(workspace, layer, back, stream, with_dx=False)
+
+    def build() -> Plan:
+        state = workspace.extra("hopper_backward", lambda: _State(workspace))
+        return state.plan(layer, back, with_dx)
+
+    plan: Plan = prepared(back, ("hopper_backward", with_dx), build)
+    for launch in plan.routed:
+        launch(stream)
+    workspace.heap.barrier(BARRIER_DX)
     plan.weights(stream)
     if plan.chain:
         _launch_chain(workspace.heap, plan, stream)
@@ -345,29 +359,19 @@ def launch_backward(workspace: Any, layer: ParamBlock, back: ParamBlock, stream:
 def launch_backward_with_dx(
     workspace: Any, layer: ParamBlock, back: ParamBlock, stream: Any
 ) -> None:
-    """The same with the barrier behind it, dx and d_topk_weights of this rank's tokens; collective.
+    """`launch_backward` with dx."""
+    launch_backward(workspace, layer, back, stream, with_dx=True)
 
-    dx is bound by memory and the weight gradients are not, so the last kernel makes both. All dx
-    rows are pushed before it: the barrier comes then.
+
+def last_launch_has_rows(sizes: Any, layer: ParamBlock) -> bool:
+    """Whether a balanced load reaches the last macrobatch.
+
+    One of several ranks has room for more: then the last kernel has no products beside which dx
+    could be made, and too few warps to make it alone as fast as a kernel of its own does.
     """
-    plan = _begin(workspace, layer, back, stream, with_dx=True)
-    workspace.heap.barrier(DX_PHASE)
-    plan.weights(stream)
-    if plan.chain:
-        _launch_chain(workspace.heap, plan, stream)
-
-
-def _begin(workspace: Any, layer: ParamBlock, back: ParamBlock, stream: Any, with_dx: bool) -> Plan:
-    """Every launch of the routed experts but the last."""
-    import cupy
-
-    state = workspace.extra("hopper_backward", lambda: _State(workspace))
-    plan = prepared(back, ("hopper_backward", with_dx), lambda: state.plan(layer, back, with_dx))
-    counters = state.extra["counters"]
-    cupy.cuda.runtime.memsetAsync(counters.data.ptr, 0, counters.nbytes, stream.ptr)
-    for launch in plan.routed:
-        launch(stream)
-    return plan
+    rows = int(layer["num_tokens"]) * int(layer["top_k"])
+    rows += int(layer["num_local_experts"]) * ROW_TILE // 2  # padding, half a tile each
+    return rows > (num_macrobatches(sizes) - 1) * sizes.macro_blocks * ROW_TILE
 
 
 def _launch_chain(heap: Any, plan: Plan, stream: Any) -> None:
@@ -382,14 +386,14 @@ def _launch_chain(heap: Any, plan: Plan, stream: Any) -> None:
         if 0 <= group < groups:
             plan.chain[group](stream)
         if heap.size > 1:
-            heap.barrier(CHAIN_PHASE)
+            heap.barrier(BARRIER_CHAIN)
     plan.collect(stream)
 
 
 class Plan(NamedTuple):
     """The launches of one set of arrays."""
 
-    routed: list[Launch]
+    routed: list[Callable[[Any], None]]  # behind what clears the counters
     weights: Launch  # the last weight gradients of the routed experts, perhaps with dx
     chain: list[Launch]  # per group of tiles; empty without a shared expert
     collect: Launch
@@ -402,6 +406,7 @@ class _State:
         self.sizes, self.rank = workspace.sizes, workspace.heap.rank
         self.alone = workspace.heap.size == 1
         self.extra = make_buffers(workspace)
+        self.counters = [self.extra["counters"]]  # zero when a backward begins
         table = workspace.buffers["peer_table"].get()
         self.chain_addresses = [int(address) for address in table[SYMMETRIC_BUFFERS["chain"]]]
         self.again = self._again_addresses(workspace)
@@ -425,7 +430,8 @@ class _State:
         shared = int(layer["shared_intermediate_size"]) > 0
         chain = self._chain_launches(layer, back) if shared else []
         *routed, weights = self._routed_launches(layer, back, with_dx)
-        return Plan(routed, weights, chain, self._collect_launch(layer, back))
+        clear = [clearing(counters) for counters in self.counters]
+        return Plan([*clear, *routed], weights, chain, self._collect_launch(layer, back))
 
     def _routed_launches(self, layer: Any, back: Any, with_dx: bool) -> list[Launch]:
         """Per macrobatch dgrad, then wgrad (of a rank without experts it finds no tiles)."""

@@ -21,7 +21,7 @@ from mok_ref.experts import ExpertWeights
 from mok_ref.gpu import hopper, mxfp8
 from mok_ref.gpu.compiler import load_kernel
 from mok_ref.gpu.hopper import TENSOR_MAP, encode_tiled
-from mok_ref.gpu.launch import Launch, ParamBlock, prepared
+from mok_ref.gpu.launch import Launch, ParamBlock, clearing, prepared
 from mok_ref.gpu.mxfp8 import SCALE_COLUMNS, prepare_quantize64
 from mok_ref.gpu.params import new_params, set_params
 from mok_ref.gpu.portable import PARTS, SCALE_RULE_CODES
@@ -225,7 +225,7 @@ def quantise_weights(workspace: Any, weights: list[int]) -> list[Callable[[Any],
     """What quantises this rank's experts on a stream; addresses of W_gate, W_up, W_down in bf16."""
     buffers = weight_buffers(workspace)
     wide = buffers["weights_are_wide"]
-    work: list[Callable[[Any], None]] = [lambda stream: _clear(wide, stream)]
+    work: list[Callable[[Any], None]] = [clearing(wide)]
     for part, address in zip(PARTS, weights, strict=True):
         codes, scales = buffers[f"w_{part}_codes"], buffers[f"w_{part}_scales"]
         if codes.size:
@@ -241,11 +241,13 @@ def hold_weights(workspace: Any, weights: ExpertWeights) -> None:
     are held, and kept alive, until `release_weights` or until other weights are quantised over
     their codes, by a forward or by this. Backward reads the codes too: contexts of earlier forwards
     are stale. A CUDA graph replays what it captured: one captured while its weights were held wants
-    them held at every replay, one captured without quantises over whatever is held.
+    them held at every replay; one captured without quantises over whatever is held, unseen by later
+    forwards, so a workspace with such a graph holds no weights any more.
 
     weights   of this rank, on the device as the kernels read them: C-contiguous, 16-byte aligned
     Raises: ValueError for other arrays, or a workspace that is closed or whose forward is not this
-    module's; RuntimeError while the stream captures, when nothing is quantised.
+    module's; RuntimeError while the stream captures, when nothing is quantised, and after a capture
+    without held weights.
     """
     import cupy
 
@@ -253,6 +255,11 @@ def hold_weights(workspace: Any, weights: ExpertWeights) -> None:
     _check_hold(workspace, weights)
     if stream.is_capturing():
         raise RuntimeError("hold_weights must run before a capture, got a stream that captures")
+    if _captured(workspace):
+        raise RuntimeError(
+            "hold_weights must run before the workspace's first capture, got a workspace whose "
+            "graph quantises weights: its replay would overwrite the held ones"
+        )
     release_weights(workspace)
     workspace.generation += 1
     for work in quantise_weights(workspace, [int(array.data.ptr) for array in weights]):
@@ -272,6 +279,12 @@ def _held(workspace: Any) -> list[Any]:
     return held
 
 
+def _captured(workspace: Any) -> list[bool]:
+    """Not empty once a graph was captured that quantises weights."""
+    captured: list[bool] = workspace.extra("mxfp8_captured", list)
+    return captured
+
+
 def _check_hold(workspace: Any, weights: ExpertWeights) -> None:
     from mok_ref.gpu import layer
 
@@ -288,12 +301,6 @@ def _check_hold(workspace: Any, weights: ExpertWeights) -> None:
                 f"weights.{part} must be a C-contiguous, 16-byte aligned array on the device, "
                 f"got {type(array).__name__}"
             )
-
-
-def _clear(array: Any, stream: Any) -> None:
-    import cupy
-
-    cupy.cuda.runtime.memsetAsync(array.data.ptr, 0, array.nbytes, stream.ptr)
 
 
 def routed_experts(workspace: Any, params: ParamBlock) -> Launch:
@@ -333,7 +340,7 @@ def shared_expert(workspace: Any, params: ParamBlock) -> list[Callable[[Any], No
         num_local_experts=0,
     )
     kernel = workspace.extra("hopper_shared", hopper.ForwardKernel)
-    return [lambda stream: _clear(no_rows, stream), kernel.prepare(block)]
+    return [clearing(no_rows), kernel.prepare(block)]
 
 
 def launch_forward(workspace: Any, params: ParamBlock, stream: Any) -> None:
@@ -341,6 +348,8 @@ def launch_forward(workspace: Any, params: ParamBlock, stream: Any) -> None:
     weights = [int(params[f"w_{part}"]) for part in PARTS]
     if [int(array.data.ptr) for array in _held(workspace)] != weights:
         release_weights(workspace)  # these are quantised over their codes
+        if stream.is_capturing():
+            _captured(workspace)[:] = [True]
         for work in prepared(params, "mxfp8_weights", lambda: quantise_weights(workspace, weights)):
             work(stream)
     for work in prepared(

@@ -16,6 +16,7 @@ from mok_ref.config import ROW_TILE
 from mok_ref.gpu import hopper_backward as bf16
 from mok_ref.gpu import hopper_mxfp8
 from mok_ref.gpu.compiler import load_kernel
+from mok_ref.gpu.errors import BARRIER_DX
 from mok_ref.gpu.hopper import encode_tiled
 from mok_ref.gpu.hopper_backward import TILE_COLUMNS, TILE_ROWS, encode_columns, encode_rows
 from mok_ref.gpu.hopper_mxfp8 import scale_words
@@ -189,21 +190,19 @@ def warm_up(workspace: Any) -> None:
 
 
 def launch_backward(workspace: Any, layer: ParamBlock, back: ParamBlock, stream: Any) -> None:
-    """Everything between the barriers of `moe_backward`; collective if there is a shared expert.
+    """The products of `moe_backward`, from the barrier behind dy to the one behind which all dx
+    rows are here; collective.
 
     layer, back   LAYER_PARAMS and BACKWARD_PARAMS blocks of this call; codes and scales of the
                   weights, and of the x rows of macrobatch 0, lie where the forward kernel left them
     """
-    import cupy
-
     state = workspace.extra("hopper_mxfp8_backward", lambda: _State(workspace))
     plan = prepared(back, "hopper_mxfp8_backward", lambda: state.plan(layer, back))
-    for counters in (state.extra["counters"], state.shared_counters):
-        cupy.cuda.runtime.memsetAsync(counters.data.ptr, 0, counters.nbytes, stream.ptr)
     for launch in (*plan.routed, plan.weights):
         launch(stream)
     if plan.chain:
         bf16._launch_chain(workspace.heap, plan, stream)
+    workspace.heap.barrier(BARRIER_DX)
 
 
 class _State(bf16._State):
@@ -213,6 +212,7 @@ class _State(bf16._State):
         super().__init__(workspace)
         self.rule = SCALE_RULE_CODES[workspace.config.scale_rule]
         self.shared_counters = _shared_counters(workspace)
+        self.counters.append(self.shared_counters)
         buffers = ring_buffers(workspace)
         for name, buffer in hopper_mxfp8.weight_buffers(workspace).items():
             buffers[name.removesuffix("_codes")] = buffer

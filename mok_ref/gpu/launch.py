@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_PREPARED = 32
+MAX_PREPARED = 256
 """What one block keeps; the oldest goes first."""
 
 FIRST_WITH_EARLY_LAUNCH = 90
@@ -112,6 +112,18 @@ def early_launcher(
         (status,) = launch(config, kernel, arguments, 0)
         if status != done:
             raise RuntimeError(f"kernel launch refused: {status}")
+
+    return enqueue_on
+
+
+def clearing(array: Any) -> Callable[[Any], None]:
+    """What enqueues zeros for the whole of an array, which must live as long."""
+    import cupy
+
+    clear, address, num_bytes = cupy.cuda.runtime.memsetAsync, int(array.data.ptr), array.nbytes
+
+    def enqueue_on(stream: Any) -> None:
+        clear(address, 0, num_bytes, stream.ptr)
 
     return enqueue_on
 

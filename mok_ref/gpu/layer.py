@@ -5,9 +5,9 @@ waits for the device and nothing is allocated once the workspace exists, so a st
 in a CUDA graph and replayed with new routing written in place. What the device finds wrong (ids,
 weights, expired waits) is raised by the next `heap.check(top_k)`.
 
-A step is known by its arrays: their addresses, shapes and dtypes. The first step with the same
-arrays checks them and prepares its parameter block and launches; later ones only enqueue. With one
-rank x and dy are read where they are, also by backward: x stays as it is until that has run.
+A step is known by its arrays: their addresses, shapes, strides and dtypes. The first step with the
+same arrays checks them and prepares its parameter block and launches; later ones only enqueue. With
+one rank x and dy are read where they are, also by backward: x stays as it is until that has run.
 
 y, dx and the gradients are arrays of the workspace: its next forward or backward overwrites them.
 So y cannot be the next x of the same workspace, unless that was made with training=False.
@@ -18,8 +18,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from mok_ref.config import SAVE_MODES, MoEConfig
 from mok_ref.experts import ExpertWeights
 from mok_ref.gpu import hopper, schedule
 from mok_ref.gpu.compiler import recording_number
-from mok_ref.gpu.errors import BARRIER_COMBINE, BARRIER_DX, BARRIER_DY, BARRIER_INPUTS
+from mok_ref.gpu.errors import BARRIER_COMBINE, BARRIER_DY, BARRIER_INPUTS
 from mok_ref.gpu.launch import ParamBlock, prepared, remember
 from mok_ref.gpu.params import BACKWARD_PARAMS, device_address, new_params, set_params
 from mok_ref.gpu.workspace import DeviceWorkspace, byte_range
@@ -71,6 +72,25 @@ class DeviceContext:
         return path_name(self.workspace)
 
 
+class ForwardStep(NamedTuple):
+    """What the first forward with some arrays prepares; it keeps none of them alive."""
+
+    params: ParamBlock
+    path: Any  # module whose kernels compute the products
+    combines: bool  # whether these make y, too
+    y: Any
+
+
+class BackwardStep(NamedTuple):
+    """The same of a backward."""
+
+    params: ParamBlock
+    path: Any
+    with_dx: bool  # whether the products' kernels make dx, too, where no router's share is added
+    dx: Any
+    d_topk_weights: Any
+
+
 # --------------------------------------------------------------------------- forward
 
 
@@ -93,29 +113,24 @@ def forward(
     if workspace is None:
         workspace = DeviceWorkspace(config, heap, _largest_num_tokens(heap, len(x)))
     _check_call(config, heap, workspace, save)
-    x, topk_ids, topk_weights = on_device(x), on_device(topk_ids), on_device(topk_weights)
-    weights = ExpertWeights(*map(on_device, weights))
-    shared = None if shared is None else ExpertWeights(*map(on_device, shared))
-    params = _forward_params(workspace, x, topk_ids, topk_weights, weights, shared, save)
+    step, arrays = _forward_step(workspace, (x, topk_ids, topk_weights, weights, shared), save)
+    params, path, stream = step.params, step.path, current_stream()
     heap.status.check_timeout()
     heap.status.top_k = config.top_k
     workspace.generation += 1
-    path, stream = forward_path(workspace), current_stream()
-    prepare(workspace, path)
 
     schedule.launch_stage_inputs(workspace, params, stream)
-    _publish_quantised(workspace, "x", x)
+    _publish_quantised(workspace, "x", arrays[0])
     heap.barrier(BARRIER_INPUTS)  # tokens and routes of every rank are readable
     schedule.launch_schedule(workspace, params, stream)
     path.launch_forward(workspace, params, stream)
     heap.barrier(BARRIER_COMBINE)  # every pushed row has arrived
-    if not params["combines"]:
+    if not step.combines:
         schedule.launch_combine(workspace, params, stream)
 
-    y = prepared(params, "y", lambda: as_output(workspace.y[: len(x)], x.dtype))
-    kept = (x, topk_ids, topk_weights, weights, shared)
-    return y, DeviceContext(
-        config, workspace, workspace.generation, params, len(x), kept, x.dtype, save
+    x = arrays[0]
+    return step.y, DeviceContext(
+        config, workspace, workspace.generation, params, len(x), arrays, x.dtype, save
     )
 
 
@@ -200,28 +215,56 @@ def prepare(workspace: DeviceWorkspace, path: Any) -> None:
     workspace.extra(("loaded", path.__name__, recording_number()), load)
 
 
-def _forward_params(
-    workspace: DeviceWorkspace,
-    x: Any,
-    topk_ids: Any,
-    topk_weights: Any,
-    weights: ExpertWeights,
-    shared: ExpertWeights | None,
-    save: str,
-) -> ParamBlock:
-    """The parameter block of this step, checked and made when its arrays are new.
+def _forward_step(
+    workspace: DeviceWorkspace, given: tuple[Any, ...], save: str
+) -> tuple[ForwardStep, tuple[Any, ...]]:
+    """What is prepared for these arrays, now if they are new, and the arrays as kernels read them.
 
+    given   x, topk_ids, topk_weights, weights, shared
     Raises: ValueError for shapes and dtypes; nothing reads device memory.
     """
-    arrays = (x, topk_ids, topk_weights, *weights, *(shared or ()))
-    key = (save, recording_number(), *[(a.data.ptr, a.shape, a.dtype) for a in arrays])
-    params = workspace.steps.get(key)
-    if params is None:
-        _check_arrays(workspace, x, topk_ids, topk_weights, weights, shared)
-        _check_apart(workspace, dict(zip(_input_names(shared), arrays, strict=True)))
-        params = _step_params(workspace, x, topk_ids, topk_weights, weights, shared, save)
-        remember(workspace.steps, key, params)
-    return params
+    step = workspace.steps.get(_step_key(save, given))
+    if step is not None:
+        return step, given
+    x, topk_ids, topk_weights, weights, shared = given
+    x, topk_ids, topk_weights = on_device(x), on_device(topk_ids), on_device(topk_weights)
+    weights = ExpertWeights(*map(on_device, weights))
+    shared = None if shared is None else ExpertWeights(*map(on_device, shared))
+    arrays = (x, topk_ids, topk_weights, weights, shared)
+    key = _step_key(save, arrays)
+    step = workspace.steps.get(key)  # copies may lie where earlier ones did
+    if step is None:
+        _check_arrays(workspace, *arrays)
+        parts = (*arrays[:3], *weights, *(shared or ()))
+        _check_apart(workspace, dict(zip(_input_names(shared), parts, strict=True)))
+        step = _new_step(workspace, arrays, save)
+        remember(workspace.steps, key, step)
+    return step, arrays
+
+
+def _step_key(save: str, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What tells a forward from others."""
+    x, topk_ids, topk_weights, weights, shared = arrays
+    return save, recording_number(), _layout(x, topk_ids, topk_weights, *weights, *(shared or ()))
+
+
+def _layout(*arrays: Any) -> Any:
+    """What launches depend on of their arrays; None if one is not on the device: then they depend
+    on a copy."""
+    try:
+        return tuple([(a.data.ptr, a.shape, a.strides, a.dtype) for a in arrays])
+    except (AttributeError, ValueError):
+        return None
+
+
+def _new_step(workspace: DeviceWorkspace, arrays: tuple[Any, ...], save: str) -> ForwardStep:
+    """The step of arrays that are as kernels read them; its kernels are loaded."""
+    x, topk_ids, topk_weights, weights, shared = arrays
+    params = _step_params(workspace, x, topk_ids, topk_weights, weights, shared, save)
+    path = forward_path(workspace)
+    prepare(workspace, path)
+    y = as_output(workspace.y[: len(x)], x.dtype)
+    return ForwardStep(params, path, bool(params["combines"]), y)
 
 
 def _step_params(
@@ -311,56 +354,72 @@ def backward(
     """
     from mok_ref.layer import Gradients
 
-    dy = on_device(dy)
     _check_context(context, dy)
     workspace, params = context.workspace, context.params
     heap, gradients = workspace.heap, gradient_buffers(workspace, main_grad)
-    back = backward_params(workspace, params, dy, gradients, main_grad is not None)
+    step, dy = _backward_step(context, dy, gradients, main_grad is not None)
     context.used = True
-    path, stream = backward_path(workspace), current_stream()
-    prepare(workspace, path)
+    back, path, stream = step.params, step.path, current_stream()
 
     schedule.launch_stage_dy(workspace, params, back, stream)
     _publish_quantised(workspace, "dy", dy)
     heap.barrier(BARRIER_DY)  # dy of every rank is readable
-    if router_share is None and _dx_may_come_early(path, params, back):
-        path.launch_backward_with_dx(workspace, params, back, stream)
-        return Gradients(*_outputs(context, back), **gradients)
-    path.launch_backward(workspace, params, back, stream)
-    heap.barrier(BARRIER_DX)  # every pushed dx row and weight gradient has arrived
+    with_dx = router_share is None and step.with_dx
+    launch = path.launch_backward_with_dx if with_dx else path.launch_backward
+    launch(workspace, params, back, stream)  # in it BARRIER_DX: every pushed dx row has arrived
+    if with_dx:
+        return Gradients(step.dx, step.d_topk_weights, **gradients)
     if router_share is not None:
         schedule.dispatch_d_weights(workspace, params, back, stream)
-        share = router_share(_outputs(context, back)[1])
+        share = router_share(step.d_topk_weights)
         check_router_share(context.config, context.num_tokens, share)
         router_dx = on_device(share)
         back = _with_router_dx(back, router_dx)
     schedule.launch_dispatch_backward(workspace, params, back, stream)
 
-    return Gradients(*_outputs(context, back), **gradients)
+    return Gradients(step.dx, step.d_topk_weights, **gradients)
 
 
-def _dx_may_come_early(path: Any, params: ParamBlock, back: ParamBlock) -> bool:
-    """Whether dx may be written beside the weight gradients of the routed experts.
+def _backward_step(
+    context: DeviceContext, given_dy: Any, gradients: dict[str, Any], accumulate: bool
+) -> tuple[BackwardStep, Any]:
+    """What is prepared for these arrays after the context's forward, now if they are new, and dy as
+    kernels read it."""
+    addresses = [gradient.data.ptr for gradient in gradients.values()]
+    key = ("backward", recording_number(), accumulate, *addresses)
+    step = context.params.prepared.get((*key, _layout(given_dy)))
+    if step is not None:
+        return step, given_dy
+    dy = on_device(given_dy)
 
-    Those of the shared expert come last and read x and dy, which may lie where dx does.
+    def build() -> BackwardStep:
+        workspace, params, num_tokens = context.workspace, context.params, context.num_tokens
+        path = backward_path(workspace)
+        back = backward_params(workspace, params, dy, gradients, accumulate)
+        prepare(workspace, path)
+        dx = as_output(workspace.dx[:num_tokens], context.output_dtype)
+        with_dx = _dx_comes_early(workspace, path, params, back)
+        return BackwardStep(back, path, with_dx, dx, workspace.d_weights[:num_tokens])
+
+    return prepared(context.params, (*key, _layout(dy)), build), dy
+
+
+def _dx_comes_early(
+    workspace: DeviceWorkspace, path: Any, params: ParamBlock, back: ParamBlock
+) -> bool:
+    """Whether dx is written beside the weight gradients of the routed experts.
+
+    Not where the last of these launches is likely to find no rows. Nor where dx lies in x or dy, if
+    there is a shared expert: its weight gradients come last and read them.
     """
     if not hasattr(path, "launch_backward_with_dx"):
+        return False
+    if not path.last_launch_has_rows(workspace.sizes, params):
         return False
     num_bytes = int(params["num_tokens"]) * int(params["hidden_size"]) * 2
     dx, inputs = int(back["dx"]), (int(params["x_in"]), int(back["dy_in"]))
     apart = all(abs(dx - address) >= num_bytes for address in inputs)
     return apart or int(params["shared_intermediate_size"]) == 0
-
-
-def _outputs(context: DeviceContext, back: ParamBlock) -> tuple[Any, Any]:
-    """dx and d_topk_weights of this rank's tokens."""
-    workspace, num_tokens = context.workspace, context.num_tokens
-
-    def build() -> tuple[Any, Any]:
-        dx = as_output(workspace.dx[:num_tokens], context.output_dtype)
-        return dx, workspace.d_weights[:num_tokens]
-
-    return prepared(back, ("outputs", context.output_dtype), build)
 
 
 def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, Any]:
@@ -369,27 +428,32 @@ def gradient_buffers(workspace: DeviceWorkspace, main_grad: Any) -> dict[str, An
     Raises: ValueError when a buffer of `main_grad` does not fit: shape, dtype, C-contiguous,
     16-byte aligned, and apart from the others.
     """
-    config = workspace.config
-    dtype = np.dtype(np.uint16 if config.grad_dtype == "bf16" else np.float32)
+    if main_grad is None:
+        own: dict[str, Any] = workspace.extra("gradients", partial(_own_gradients, workspace))
+        return own
+    config, dtype = workspace.config, _gradient_dtype(workspace)
     shapes = workspace.extra(
         "gradient_shapes", lambda: gradient_shapes(config, workspace.heap.rank)
     )
-    if main_grad is None:
-        return workspace.extra(
-            "gradients",
-            lambda: {name: workspace.scratch(name, shape, dtype) for name, shape in shapes.items()},
-        )
     buffers: dict[str, Any] = {name: getattr(main_grad, name, None) for name in shapes}
-    try:
-        layout = tuple([(a.data.ptr, a.shape, a.strides, a.dtype) for a in buffers.values()])
-    except (AttributeError, ValueError):  # not on the device: refused below
-        layout = ()
+    layout = _layout(*buffers.values())
     if layout not in workspace.main_grads:
         for name, shape in shapes.items():
             _check_on_device(f"main_grad.{name}", buffers[name], shape, dtype)
         _check_main_grad(workspace, buffers)
         remember(workspace.main_grads, layout, True)
     return buffers
+
+
+def _own_gradients(workspace: DeviceWorkspace) -> dict[str, Any]:
+    """The workspace's buffers of weight gradients."""
+    shapes = gradient_shapes(workspace.config, workspace.heap.rank)
+    dtype = _gradient_dtype(workspace)
+    return {name: workspace.scratch(name, shape, dtype) for name, shape in shapes.items()}
+
+
+def _gradient_dtype(workspace: DeviceWorkspace) -> np.dtype:
+    return np.dtype(np.uint16 if workspace.config.grad_dtype == "bf16" else np.float32)
 
 
 def _check_on_device(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -462,26 +526,19 @@ def backward_params(
     gradients: dict[str, Any],
     accumulate: bool = False,
 ) -> ParamBlock:
-    """The parameter block of a backward after the forward of `params`, made when its arrays are
-    new."""
-
-    def build() -> ParamBlock:
-        _check_apart(workspace, {"dy": dy})
-        names = set(BACKWARD_PARAMS.names or ()) & set(workspace.buffers)
-        block = new_params(BACKWARD_PARAMS, **{name: workspace.buffers[name] for name in names})
-        set_params(
-            block,
-            **gradients,
-            dy_in=dy,
-            d_topk_weights=workspace.d_weights,
-            dw_is_bf16=int(workspace.config.grad_dtype == "bf16"),
-            dw_accumulate=int(accumulate),
-        )
-        return block
-
-    addresses = [g.data.ptr for g in gradients.values()]
-    key = ("backward", recording_number(), dy.data.ptr, *addresses, accumulate)
-    return prepared(params, key, build)
+    """The parameter block of a backward after the forward of `params`."""
+    _check_apart(workspace, {"dy": dy})
+    names = set(BACKWARD_PARAMS.names or ()) & set(workspace.buffers)
+    block = new_params(BACKWARD_PARAMS, **{name: workspace.buffers[name] for name in names})
+    set_params(
+        block,
+        **gradients,
+        dy_in=dy,
+        d_topk_weights=workspace.d_weights,
+        dw_is_bf16=int(workspace.config.grad_dtype == "bf16"),
+        dw_accumulate=int(accumulate),
+    )
+    return block
 
 
 def _with_router_dx(back: ParamBlock, router_dx: Any) -> ParamBlock:

@@ -378,14 +378,16 @@ def launch_forward(workspace: Any, params: np.ndarray, stream: Any) -> None:
 
 
 def launch_backward(workspace: Any, params: np.ndarray, back: np.ndarray, stream: Any) -> None:
-    """Everything between the two barriers of a backward step, on the current stream."""
-    from mok_ref.gpu.errors import BARRIER_CHAIN
+    """The products of a backward step, from the barrier behind dy to the one behind which all dx
+    rows are here, on the current stream."""
+    from mok_ref.gpu.errors import BARRIER_CHAIN, BARRIER_DX
 
     layer = _layer(workspace, params, quantise=False)
     layer.backward(back)
     if layer.shared is not None:
         chains = workspace.heap.addresses(workspace.symmetric_name("chain"))
         layer.shared_chain(back, chains, lambda: workspace.heap.barrier(BARRIER_CHAIN))
+    workspace.heap.barrier(BARRIER_DX)
 
 
 def warm_up(workspace: Any) -> None:

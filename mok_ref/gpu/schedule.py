@@ -50,14 +50,15 @@ def launch_stage_inputs(workspace: Any, params: ParamBlock, stream: Any) -> None
     One rank alone stages nothing: its schedule reads routes from the caller's arrays, the layer its
     tokens.
     """
+    if workspace.heap.size == 1:
+        return
 
     def build() -> list[Launch]:
         copy_x = np.int32(workspace.config.dtype == "bf16")
         words = _staged_words(params, workspace.config.top_k)
         return [_launch("stage_inputs", (_ctas(words),), THREADS, params, copy_x)]
 
-    if workspace.heap.size > 1:
-        enqueue(params, "stage_inputs", stream, build)
+    enqueue(params, "stage_inputs", stream, build)
 
 
 def launch_stage_dy(workspace: Any, params: ParamBlock, back: ParamBlock, stream: Any) -> None:

@@ -23,7 +23,7 @@ from mok_ref.gpu.params import (
     SYMMETRIC_BUFFERS,
     new_params,
 )
-from mok_ref.planner.tune import tuned, tuned_cluster_size
+from mok_ref.planner.tune import CLUSTER_SIZES, tuned, tuned_cluster_size
 
 WARP_TOKENS = 4  # kWarpTokens of cuda_src/schedule.cuh
 MAX_SCHEDULE_WARPS = 32
@@ -312,7 +312,8 @@ class DeviceWorkspace:
     It holds one forward's state: the next forward invalidates earlier contexts and overwrites y and
     the gradients.
 
-    path   "auto", "hopper" or "portable": which kernels compute the products; same bits
+    path          "auto", "hopper" or "portable": which kernels compute the products; same bits
+    cluster_size  may be set at any time: CTAs of the forward kernel that share operands; same bits
     Raises: ValueError naming the argument and the rule.
     """
 
@@ -333,12 +334,12 @@ class DeviceWorkspace:
         self.max_tokens = max_tokens
         # sizes that `mok-ref tune` measured on this device, where the config names none
         ring = tuned(config, heap.device, max_tokens)
-        self.cluster_size = tuned_cluster_size(config, heap.device, max_tokens)
+        self._cluster_size = tuned_cluster_size(config, heap.device, max_tokens)
         self.sizes = derive_sizes(ring, heap.rank, max(1, max_tokens), max_saved_rows)
         self.requested_path = path
         self.generation = 0
         self._serial = _next_serial(heap)
-        self.steps: dict[Any, ParamBlock] = {}  # parameter blocks by the step's arrays
+        self.steps: dict[Any, Any] = {}  # what forwards have prepared, by their arrays
         self.main_grads: dict[Any, bool] = {}  # layouts that were checked
         self._extra: dict[Any, Any] = {}
         value_rings = not has_rings_of_codes(config, forward_path(self))
@@ -347,6 +348,24 @@ class DeviceWorkspace:
         self._allocate()
         self._fill_constants()
         self.params = self._base_params()
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of the forward kernel that share operands."""
+        return self._cluster_size
+
+    @cluster_size.setter
+    def cluster_size(self, size: int) -> None:
+        """Later forwards are prepared anew. Raises: ValueError for a number no kernel knows."""
+        if type(size) is not int or size not in CLUSTER_SIZES:
+            known = ", ".join(map(str, CLUSTER_SIZES))
+            raise ValueError(f"cluster_size must be one of {known}, got {shown(size)}")
+        if size == self._cluster_size:
+            return
+        self._cluster_size = size
+        self.steps.clear()
+        for key in [key for key in self._extra if key[0] == "loaded" or key == "hopper_forward"]:
+            del self._extra[key]
 
     def __getattr__(self, name: str) -> Any:
         """Buffers are attributes too: `workspace.x_ring`."""

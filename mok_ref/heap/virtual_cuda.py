@@ -1,21 +1,25 @@
 """Virtual ranks on one GPU: one thread and one stream per rank in one process.
 
-Ranks are joined by events, never by a kernel that spins: a rank's stream waits for the events that
-all ranks recorded, and the host threads meet so that every event is recorded before anybody waits
-for it. So any number of ranks shares a device that runs their kernels in any order.
+Ranks are joined by events, never by a kernel that spins: rank 0's stream waits for what the others
+have enqueued, then theirs wait for it. The host threads meet there, and the last one to come does
+this for all of them. So any number of ranks shares a device that runs their kernels in any order.
+
+A thread that waits sleeps in a lock. One that looked again and again would take the interpreter
+from the threads that launch: every call of the driver gives it up and wants it back.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from mok_ref.heap.cuda_device import DEFAULT_TIMEOUT_S, import_cupy, storage_dtype
 from mok_ref.heap.protocol import HeapError, check_timeout, late_message
 
-BUSY_LOOKS, PAUSE_S = 500, 1e-4
-"""How often a thread looks for the others before it pauses between looks, and how long then."""
+LOOK_S = 0.02
+"""How long a thread sleeps before it looks whether another has failed."""
 
 
 class VirtualCudaWorld:
@@ -32,12 +36,13 @@ class VirtualCudaWorld:
         self.progress: list[tuple[int, str]] = [(0, "the start")] * size  # (epoch, phase) by rank
         self.memory: dict[str, list[Any]] = {}
         self.lock = threading.Lock()
+        self.num_missing = size  # threads that have not come to the present meeting
+        self.doors = [threading.Lock() for _ in range(size)]  # by rank: opened by the last one
+        for door in self.doors:
+            door.acquire()
+        self.streams: list[Any] = [None] * size  # where each rank enqueues
         with cupy.cuda.Device(device):
-            # Two sets: a rank may record for barrier n+1 while another has still to wait for
-            # barrier n.
-            self.events = [
-                [cupy.cuda.Event(disable_timing=True) for _ in range(size)] for _ in range(2)
-            ]
+            self.events = [cupy.cuda.Event(disable_timing=True) for _ in range(size)]
 
     def heap(self, rank: int) -> VirtualCudaHeap:
         """The heap of `rank`; makes a new stream the calling thread's current one."""
@@ -59,7 +64,6 @@ class VirtualCudaHeap:
         self.size = world.size
         self._world = world
         self._names: list[str] = []
-        self._barriers_passed = 0
         cupy.cuda.Device(world.device_index).use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream.use()
@@ -108,19 +112,13 @@ class VirtualCudaHeap:
 
         Raises: MokTimeoutError when another rank's thread failed or does not arrive in time.
         """
-        import cupy
-
         self.status.check_timeout()
         if self.size == 1:
             return
-        events = self._world.events[self._barriers_passed % 2]
-        self._barriers_passed += 1
-        stream = cupy.cuda.get_current_stream()
-        events[self.rank].record(stream)
-        self._meet(phase)
-        for peer, event in enumerate(events):
-            if peer != self.rank:
-                stream.wait_event(event)
+        import cupy
+
+        self._world.streams[self.rank] = cupy.cuda.get_current_stream()
+        self._meet(phase, self._join_streams)
 
     def warm_up(self) -> None:
         """Nothing: this barrier has no kernel."""
@@ -133,27 +131,59 @@ class VirtualCudaHeap:
         for name in list(self._names):
             self.free(name)
 
-    def _meet(self, phase: Any = 6) -> None:
-        """Meet the other ranks' host threads: look until all of them have come as far.
+    def _join_streams(self) -> None:
+        """What is enqueued from now on follows all that is enqueued on any rank's stream."""
+        (first, *others), (joined, *events) = self._world.streams, self._world.events
+        for stream, event in zip(others, events, strict=True):
+            event.record(stream)
+            first.wait_event(event)
+        joined.record(first)
+        for stream in others:
+            stream.wait_event(joined)
 
-        They come within microseconds of each other in a step; waking sleeping threads would take
-        longer than the step's kernels do.
+    def _meet(self, phase: Any = 6, at_last: Callable[[], None] | None = None) -> None:
+        """Meet the other ranks' host threads; the last one to come does `at_last()` first.
+
+        Raises: MokTimeoutError.
         """
-        from mok_ref.gpu.errors import PHASES, MokTimeoutError
+        from mok_ref.gpu.errors import PHASES
 
         world = self._world
         words = PHASES[phase] if isinstance(phase, int) else str(phase)
         epoch = world.progress[self.rank][0] + 1
         world.progress[self.rank] = (epoch, words)
-        limit, looks = time.monotonic() + world.timeout_s, 0
-        while any(seen[0] < epoch for seen in world.progress):
+        if world.arrival.broken:
+            raise self._given_up(epoch, words)
+        with world.lock:
+            world.num_missing -= 1
+            is_last = world.num_missing == 0
+            if is_last:
+                world.num_missing = self.size
+        if not is_last:
+            self._wait_at_door(epoch, words)
+            return
+        if at_last is not None:
+            at_last()
+        for peer, door in enumerate(world.doors):
+            if peer != self.rank:
+                door.release()
+
+    def _wait_at_door(self, epoch: int, words: str) -> None:
+        """Sleep until the last rank has come."""
+        world = self._world
+        limit = time.monotonic() + world.timeout_s
+        while not world.doors[self.rank].acquire(timeout=LOOK_S):
             if world.arrival.broken or time.monotonic() > limit:
                 world.arrival.abort()  # releases the other ranks too
-                late = [(r, *seen) for r, seen in enumerate(world.progress) if seen[0] < epoch]
-                cause = f"failed or did not arrive within {world.timeout_s:g} s"
-                raise MokTimeoutError(late_message(self.rank, words, epoch, late, cause))
-            time.sleep(0 if looks < BUSY_LOOKS else PAUSE_S)
-            looks += 1
+                raise self._given_up(epoch, words)
+
+    def _given_up(self, epoch: int, words: str) -> HeapError:
+        from mok_ref.gpu.errors import MokTimeoutError
+
+        world = self._world
+        late = [(r, *seen) for r, seen in enumerate(world.progress) if seen[0] < epoch]
+        cause = f"failed or did not arrive within {world.timeout_s:g} s"
+        return MokTimeoutError(late_message(self.rank, words, epoch, late, cause))
 
 
 def run_virtual_cuda_ranks(
