@@ -4,7 +4,7 @@
 //   step s:  gate and up of minibatch s (where they are made again), dhu of minibatch s - 1, dx of minibatch s - 2
 // so that every tile depends on smaller tickets only, and those were drawn about a minibatch ago. Inside a
 // minibatch tiles go by groups of row blocks, column by column over the group: row blocks of one expert share the
-// weight tile. Minibatches and groups end where experts do, as far as these have about their size: weights that two
+// weight tile. Groups end where experts do, and minibatches as far as experts have about their size: weights that two
 // of them share are fetched from memory twice.
 // Executed by: the producer warp of every CTA. Tickets ascend, so a cursor moves over the groups.
 // In clusters a ticket stands for two row blocks of a group that follow each other, one for each CTA, and one column;
@@ -64,21 +64,38 @@ struct DgradWalk {
   i32 first_block;     // of the macrobatch
   u32 first = 0;       // the group begins at this ticket
   i32 kind = kTaskInput;
+  i32 expert = 0;      // whose rows the group has
   BlockRange group{};
   BlockRange again{}, hidden{}, input{};  // minibatches of the step: made again, dhu, dx
 
-  MOK_DEVICE i32 border(i32 wanted, i32 slack, i32 limit) const {
-    if (wanted < limit && layer != nullptr) wanted = nearest_border(*layer, first_block, wanted, slack);
-    return min(wanted, limit);
-  }
   MOK_DEVICE BlockRange minibatch_from(i32 begin) const {
-    return BlockRange{begin, border(begin + mini_blocks, mini_blocks / 2, blocks)};
+    i32 end = begin + mini_blocks;
+    if (end < blocks && layer != nullptr) end = nearest_border(*layer, first_block, end, mini_blocks / 2);
+    return BlockRange{begin, min(end, blocks)};
   }
-  // An equal part of what is left of the minibatch, in pairs.
-  MOK_DEVICE BlockRange group_from(i32 begin, i32 limit) const {
-    const i32 left = limit - begin, groups = max(1, (left + kBlockGroup / 2) / kBlockGroup);
+  MOK_DEVICE i32 end_of(i32 e) const { return ld_global_s32(layer->expert_offset + e + 1) / kRowTile - first_block; }
+
+  // End of the rows at `begin` that are walked as one: those of an expert, or of several that have one row block each.
+  MOK_DEVICE i32 end_of_experts(i32 begin, i32 limit) {
+    if (layer == nullptr || begin >= limit) return limit;
+    if (begin == minibatch().first) expert = ld_global_s32(layer->row_block_expert + first_block + begin);
+    i32 end = end_of(expert);
+    while (end <= begin) end = end_of(++expert);
+    if (end - begin > 1) return min(end, limit);
+    while (end < limit && end - begin < kBlockGroup) {
+      const i32 next = end_of(expert + 1);
+      if (next - end > 1) break;
+      end = next;
+      ++expert;
+    }
+    return end;
+  }
+  // An equal part of what is left of them, in pairs.
+  MOK_DEVICE BlockRange group_from(i32 begin, i32 limit) {
+    const i32 end = end_of_experts(begin, limit), left = end - begin;
+    const i32 groups = max(1, (left + kBlockGroup / 2) / kBlockGroup);
     const i32 part = ceil_div(ceil_div(left, groups), kClusterSize) * kClusterSize;
-    return BlockRange{begin, border(begin + part, part / 2, limit)};
+    return BlockRange{begin, min(begin + part, end)};
   }
   // A minibatch is made again as a whole when one of its blocks was not kept.
   MOK_DEVICE bool made_again(const BlockRange& minibatch) const { return minibatch.end > saved_blocks; }

@@ -528,19 +528,23 @@ def test_a_capture_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call_of_several_ranks_ends_with_its_last_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = [[[0.0, 3.0, 4.0], [10.0, 11.0, 14.0]], [[1.0, 2.0, 5.0], [9.0, 12.0, 13.0]]]
+    key, alone = (2, "forward"), (1, "forward")
+    first = {key: [[9.0, 10.0, 13.0, 14.0], [20.0, 21.0, 25.0, 26.0]], alone: [[0.0, 1.0, 3.0]]}
+    second = {key: [[8.0, 11.0, 12.0, 15.0], [20.0, 23.0, 24.0, 27.0]]}
 
-    def run_ranks(size: int, part: Callable[..., Any]) -> list[dict[str, Any]]:
+    def run_ranks(size: int, part: Callable[..., Any]) -> list[dict[Any, Any]]:
         assert size == 2
-        return [{"forward": rank} for rank in ends]
+        return [first, second]
 
     event = SimpleNamespace(record=lambda: None)
     cuda = SimpleNamespace(Event=lambda **_: event, synchronize=lambda: None)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     fake = SimpleNamespace(run_virtual_cuda_ranks=run_ranks)
     monkeypatch.setitem(sys.modules, "mok_ref.heap.virtual_cuda", fake)
-    # the ranks end their calls in turn: the longest interval of each call would be 3, 3, 3, 3
-    assert time_ranks(None, 2) == {"forward": [2.0, 2.0, 2.0, 2.0]}
+    # the ranks end their calls by turns: the longest interval of each call would be 3 or 4
+    found = time_ranks(None, 2)
+    assert found[key].sustained == [[2.0, 2.0], [2.0, 2.0]]
+    assert found[alone].sustained == [[2.0]]
 
 
 # --------------------------------------------------------------------------- others

@@ -96,7 +96,7 @@ def test_ctas_of_a_cluster_have_two_row_blocks_or_two_columns(name: str) -> None
     assert (apart == second["exists"][alone]).all()  # the last column of an odd number has one CTA
 
 
-@pytest.mark.parametrize("name", ["many-of-17"])
+@pytest.mark.parametrize("name", ["many-of-17", "few", "long"])
 def test_pairs_are_of_one_expert(name: str) -> None:
     blocks = CASES[name][0]
     expert = np.repeat(np.arange(len(blocks)), blocks)

@@ -168,8 +168,10 @@ def rank_rows(case: BenchCase, ceilings: dict[str, float]) -> list[GrowthRow]:
     inputs = make_inputs(case)
     rows = []
     for size in RANKS:
-        for direction, found in time_ranks(inputs, size).items():
-            rows.append(_row("ranks", size, direction, float(np.mean(found)), case, ceilings))
+        timings = time_ranks(inputs, size, rounds=1)
+        for direction in DIRECTIONS:
+            ms = timings[size, direction].ms("sustained")
+            rows.append(_row("ranks", size, direction, ms, case, ceilings))
     return rows
 
 

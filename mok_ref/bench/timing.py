@@ -118,13 +118,10 @@ def turns(names: list[str], rounds: int, rng: np.random.Generator) -> Iterator[s
 
 
 def launches_ms(call: Callable[[], Any], count: int, warm: int) -> list[float]:
-    """Milliseconds of `count` queued calls, measured one by one with events."""
-    return [a.elapsed_time(b) for a, b in pairwise(marks_between(call, count, warm))]
+    """Milliseconds of `count` queued calls, measured one by one with events.
 
-
-def marks_between(call: Callable[[], Any], count: int, warm: int) -> list[Any]:
-    """Events before, between and behind `count` queued calls, all of them passed; `warm` calls come
-    before."""
+    warm  calls before
+    """
     import torch
 
     for _ in range(warm):
@@ -135,7 +132,7 @@ def marks_between(call: Callable[[], Any], count: int, warm: int) -> list[Any]:
         call()
         mark.record()
     torch.cuda.synchronize()
-    return marks
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
 def _estimate_ms(call: Callable[[], Any]) -> float:

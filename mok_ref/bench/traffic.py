@@ -32,6 +32,7 @@ CALLS = (
     ("backward", "mok_ref, bf16 dW"),
 )
 SECTOR = 32  # bytes of L2
+TENSOR_PIPES = 4  # of a multiprocessor
 COUNTERS = {  # of a TrafficRow: (metric, what one count of it is worth)
     "dram_read": ("dram__bytes_read.sum", 1),
     "dram_written": ("dram__bytes_write.sum", 1),
@@ -39,7 +40,7 @@ COUNTERS = {  # of a TrafficRow: (metric, what one count of it is worth)
     "l2_written": ("lts__t_sectors_op_write.sum", SECTOR),
     "between_halves": ("lts__t_sectors_srcunit_ltcfabric.sum", SECTOR),
     "instructions": ("smsp__inst_executed.sum", 1),
-    "tensor_cycles": ("sm__pipe_tensor_cycles_active.sum", 1),
+    "tensor_cycles": ("sm__pipe_tensor_cycles_active.sum", 1 / TENSOR_PIPES),
     "cycles": ("sm__cycles_elapsed.sum", 1),
 }
 BYTES = ("dram_read", "dram_written", "l2_read", "l2_written", "between_halves")

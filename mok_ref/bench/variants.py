@@ -13,7 +13,7 @@ import numpy as np
 
 from mok_ref.bench.cases import CASES, BenchCase
 from mok_ref.bench.energy import EnergyMeter, bench_energy
-from mok_ref.bench.timing import Protocol, Timing, launches_ms, marks_between, time_contenders
+from mok_ref.bench.timing import Protocol, Timing, launches_ms, time_contenders
 from mok_ref.bench.traffic import bench_traffic, find_ncu
 from mok_ref.config import ROW_TILE, SAVE_MODES
 
@@ -24,9 +24,8 @@ ENERGY_PEERS = ("SonicMoE",)
 NUM_RANKS = 4
 RANK_ROUNDS = 3
 RANK_CALLS = 12  # in the queue at once
-RANK_WARM_S = 0.5  # of work before the calls that count, which a card at its power limit needs
-RANK_TURN_S = 0.3  # of calls that count
-WARM_RATE = 500e12  # FLOP/s about which the work before is cut
+RANK_TURN_S = 0.5
+TURN_RATE = 500e12  # FLOP/s by which a turn is cut
 
 
 @dataclass
@@ -221,19 +220,10 @@ def bench_around(case: BenchCase) -> list[AroundRow]:
 
 
 def bench_ranks(case: BenchCase, num_ranks: int) -> list[RankRow]:
-    """Forward and backward of `num_ranks` virtual ranks beside one rank with all tokens.
-
-    The worlds of one and of several ranks take turns, in every other round in the other order.
-    """
+    """Forward and backward of `num_ranks` virtual ranks beside one rank with all tokens."""
     from mok_ref.bench.peers import make_inputs
 
-    inputs = make_inputs(case)
-    timings: dict[tuple[int, str], Timing] = {}
-    sizes = [1, num_ranks]
-    for number in range(RANK_ROUNDS):
-        for size in sizes[::-1] if number % 2 else sizes:
-            for direction, found in time_ranks(inputs, size).items():
-                timings.setdefault((size, direction), Timing()).sustained.append(found)
+    timings = time_ranks(make_inputs(case), num_ranks)
     return [
         RankRow(
             case=case.name,
@@ -246,9 +236,15 @@ def bench_ranks(case: BenchCase, num_ranks: int) -> list[RankRow]:
     ]
 
 
-def time_ranks(inputs: Any, size: int) -> dict[str, list[float]]:
-    """Milliseconds per call of "forward" and "backward", after `RANK_WARM_S` of each. A call ends
-    when its last rank ends."""
+def time_ranks(
+    inputs: Any, num_ranks: int, rounds: int = RANK_ROUNDS
+) -> dict[tuple[int, str], Timing]:
+    """Calls of one rank with all tokens and of `num_ranks` that share them, by (ranks, direction).
+
+    All layers are there from the beginning and take turns without a pause: the clock of a card that
+    was idle swings for longer than a turn. A call ends when its last rank ends, since ranks end in
+    changing order; the first third of a turn does not count.
+    """
     import torch
 
     from mok_ref.heap.virtual_cuda import run_virtual_cuda_ranks
@@ -256,40 +252,66 @@ def time_ranks(inputs: Any, size: int) -> dict[str, list[float]]:
     origin = torch.cuda.Event(enable_timing=True)
     origin.record()
     torch.cuda.synchronize()
-    found = run_virtual_cuda_ranks(size, partial(_time_rank, inputs, origin))
-    ends = {name: np.max([rank[name] for rank in found], axis=0) for name in found[0]}
-    return {name: np.diff(ms, axis=1).ravel().tolist() for name, ms in ends.items()}
+    found = run_virtual_cuda_ranks(num_ranks, partial(_rank_turns, inputs, rounds, origin))
+    timings: dict[tuple[int, str], Timing] = {}
+    for key, turns in found[0].items():
+        timings[key] = Timing()
+        for number in range(len(turns)):
+            ends = np.max([rank[key][number] for rank in found if key in rank], axis=0)
+            timings[key].sustained.append(np.diff(ends[len(ends) // 3 :]).tolist())
+    return timings
 
 
-def _time_rank(inputs: Any, origin: Any, heap: Any) -> dict[str, list[list[float]]]:
-    """One rank's part, in its own thread and stream: when its calls ended, batch by batch, in
-    milliseconds since `origin`; the first of a batch is the end of the call before it."""
+def _rank_turns(
+    inputs: Any, rounds: int, origin: Any, heap: Any
+) -> dict[tuple[int, str], list[list[float]]]:
+    """One rank's part, in its own thread and stream: when its calls ended, turn by turn, in
+    milliseconds since `origin`. Rank 0 has the layer of one rank, too."""
     import torch
 
     from mok_ref.bench.gpu import OurLayer
 
     with torch.cuda.stream(torch.cuda.ExternalStream(heap.stream.ptr)):
-        layer = OurLayer(rank_inputs(inputs, heap.rank, heap.size), "bf16", heap=heap)
-        calls: dict[str, Callable[[], Any]] = {
-            "forward": partial(layer.forward, "none"),
-            "backward": layer.backward,
-        }
-        ends: dict[str, list[list[float]]] = {}
-        for direction, call in calls.items():
-            if direction == "backward":
-                layer.forward("all")
-            # Every rank must make the same number of calls, so it comes from the case alone.
-            batch_s = RANK_CALLS * max(inputs.case.flops(direction) / WARM_RATE, 1e-3)
-            warm, counted = ceil(RANK_WARM_S / batch_s), ceil(RANK_TURN_S / batch_s)
-            # In batches: a queue that is full would hold up the ranks that its work waits for.
-            for _ in range(warm):
-                launches_ms(call, RANK_CALLS, warm=0)
-            ends[direction] = []
-            for _ in range(counted):
-                marks = marks_between(call, RANK_CALLS, warm=3)
-                ends[direction].append([origin.elapsed_time(mark) for mark in marks])
-        layer.close()
+        mine = rank_inputs(inputs, heap.rank, heap.size)
+        layers = {heap.size: OurLayer(mine, "bf16", heap=heap)}
+        if heap.rank == 0 and heap.size > 1:
+            layers[1] = OurLayer(inputs, "bf16")
+        sizes = sorted({1, heap.size})
+        ends: dict[tuple[int, str], list[list[float]]] = {}
+        for direction in ("forward", "backward"):
+            for number in range(rounds + 1):  # the first one warms the card up
+                for size in sizes[::-1] if number % 2 else sizes:
+                    heap.barrier()  # the turn before is over
+                    if size not in layers:
+                        continue
+                    found = _rank_turn(layers[size], direction, inputs.case, origin)
+                    if number > 0:
+                        ends.setdefault((size, direction), []).append(found)
+        for layer in layers.values():
+            layer.close()
     return ends
+
+
+def _rank_turn(layer: Any, direction: str, case: BenchCase, origin: Any) -> list[float]:
+    """When the calls of a turn ended, in milliseconds since `origin`."""
+    import torch
+
+    call: Callable[[], Any] = partial(layer.forward, "none")
+    if direction == "backward":
+        layer.forward("all")
+        call = layer.backward
+    # Every rank must make the same number of calls, so it comes from the case alone.
+    count = max(RANK_CALLS, ceil(RANK_TURN_S * TURN_RATE / case.flops(direction)))
+    marks: list[Any] = []
+    for _ in range(count):
+        call()
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        if len(marks) > RANK_CALLS:  # a full queue would hold up ranks that its work waits for
+            marks[-RANK_CALLS - 1].synchronize()
+    layer.heap.barrier()  # before one of the ranks waits, all have queued all
+    torch.cuda.synchronize()
+    return [origin.elapsed_time(mark) for mark in marks]
 
 
 def rank_inputs(inputs: Any, rank: int, size: int) -> Any:
