@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mok_ref.bench.entry import script_parser
 from mok_ref.casefile import Case
 from mok_ref.experts import ExpertWeights
 from mok_ref.launch import end_with_error, one_line, start_job
@@ -88,7 +89,7 @@ def report(text: bytes, result: RunResult, picture: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument(
         "text", nargs="?", type=Path, default=DEFAULT_TEXT,
         help="any file; every byte is a token (default: the project's LICENSE)",
@@ -104,9 +105,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parse_arguments()
     job = start_job()
     try:
+        arguments = parse_arguments()
         check_picture_path(arguments.plot)
         text = arguments.text.read_bytes()[: max(0, arguments.max_tokens)]
         if not text:

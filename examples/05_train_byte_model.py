@@ -10,7 +10,9 @@ the script trains the first steps again on one rank and compares.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+from mok_ref.bench.entry import one_line_errors, script_parser
 from mok_ref.heap import run_ranks
 from mok_ref.training.balance import BalanceOptions
 from mok_ref.training.data import load_text
@@ -35,8 +37,11 @@ def show(record: dict) -> None:
 
 
 def main() -> None:
-    text = load_text(sys.argv[1] if len(sys.argv) > 1 else None)
-    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 60
+    parser = script_parser(__doc__)
+    parser.add_argument("text", nargs="?", type=Path, help="a file of at least 4096 bytes")
+    parser.add_argument("steps", nargs="?", type=int, default=60, help="default: %(default)s")
+    arguments = parser.parse_args()
+    text, steps = load_text(arguments.text), arguments.steps
     balance = BalanceOptions(kitten=0.01)
     config = TrainConfig(MODEL, steps=steps, batch=8, balance=balance, valid_every=steps)
     print(f"{text.source}: {len(text.train)} bytes to train on, {len(text.valid)} held out")
@@ -50,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

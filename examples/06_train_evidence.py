@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from mok_ref.bench.entry import one_line_errors, script_parser
 from mok_ref.heap import run_ranks
 from mok_ref.install import install_hint
 from mok_ref.routing import RoutingOptions
@@ -611,10 +612,14 @@ PARTS = {"bits": bits, "compare": compare, "collapse": collapse, "effects": effe
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or sys.argv[1] not in PARTS:
-        raise SystemExit(__doc__)
-    PARTS[sys.argv[1]]()
+    parser = script_parser(__doc__)
+    parser.add_argument("part", nargs="?", choices=PARTS)
+    part = parser.parse_args().part
+    if part is None:
+        parser.error(f"part must be one of {', '.join(PARTS)}, got none")
+    PARTS[part]()
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

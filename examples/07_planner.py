@@ -9,11 +9,11 @@ and on two virtual ranks: the losses have the same bits.
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import mok_ref.planner.compile as planner
+from mok_ref.bench.entry import one_line_errors, script_parser
 from mok_ref.planner import make_plan, plan_text
 from mok_ref.planner.report import plan_trace, write_report
 
@@ -37,7 +37,12 @@ def train_here(ranks: int) -> list[str]:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "planned")
+    parser = script_parser(__doc__)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("planned"),
+        metavar="OUTPUT_FOLDER", help="is made where it is missing (default: %(default)s)",
+    )  # fmt: skip
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     plan_a_rack(folder)
     one, two = train_here(1), train_here(2)
@@ -46,4 +51,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with one_line_errors():
+        raise SystemExit(main())

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from mok_ref.bench.entry import one_line_errors, script_parser
 from mok_ref.casefile import Case
 from mok_ref.heap import LocalHeap, LocalWorld, run_on_world
 from mok_ref.mxfp8 import BLOCK, E4M3_MAX, NAN_SCALE, SCALE_BIAS, dequantize, quantize
@@ -277,7 +278,9 @@ def write(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:] != ["page"]:
+    parser = script_parser(__doc__)
+    parser.add_argument("only", nargs="?", choices=["page"], help="measure nothing")
+    if parser.parse_args().only is None:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         write(RESULTS, json.dumps(measure(), indent=1) + "\n")
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -286,4 +289,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()

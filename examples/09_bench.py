@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mok_ref.bench.commands import bench_cuda, bench_on_cpu
-from mok_ref.bench.entry import one_line_errors, require_gpu
+from mok_ref.bench.entry import one_line_errors, require_gpu, script_parser
 from mok_ref.bench.peers import PEERS, BenchInputs
 from mok_ref.heap.protocol import HeapError
 
@@ -45,7 +45,12 @@ def expert_by_expert(inputs: BenchInputs) -> dict[str, Callable[[], Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    report = Path(arguments[0] if arguments else "bench.json")
+    parser = script_parser(__doc__)
+    parser.add_argument(
+        "report", nargs="?", type=Path, default=Path("bench.json"),
+        metavar="REPORT.json", help="default: %(default)s",
+    )  # fmt: skip
+    report = parser.parse_args(arguments).report
     try:
         require_gpu("this example on a GPU")
     except (HeapError, ValueError) as why:

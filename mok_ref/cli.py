@@ -342,6 +342,7 @@ def build(
     from dataclasses import asdict
 
     from mok_ref.gpu.compiler import (
+        ARCHITECTURES,
         compile_cubin,
         compiler_version,
         resource_usage,
@@ -350,10 +351,15 @@ def build(
     from mok_ref.printing import console, table
 
     _refuse_mpiexec("build")
+    targets = list(dict.fromkeys(arch.split(",")))
+    for target in targets:
+        if target not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise ValueError(f"arch must be of {known}, got {target[:40]!r}")
     compiler_version()  # before a word is printed: says how to install what is missing
     shown = table(None, "target", "source", "kernel", ">registers", ">static", ">stack", ">spills")
     report = []
-    for target in arch.split(","):
+    for target in targets:
         for source in source_names(target):
             print(f"compiling {source} for {target}", file=sys.stderr)
             for kernel in resource_usage(compile_cubin(source, target)):
@@ -375,19 +381,32 @@ def bench(
     sizes: Annotated[
         str | None,
         typer.Option(
-            help="cpu: small, medium; cuda: table, small, all, mxfp8, save, ranks, around, growth, "
-            "energy, traffic; or NxHxIxExK."
+            help="Comma-separated. cpu: small, medium, NxHxIxExK (small,medium); cuda: the cases "
+            "dsv3-rank, kimi-16, mixtral, qwen3, qwen3-zipf, sonic (together: table), small-16, "
+            "small-128, small-512 (together: small), all, NxHxIxExK, any of them with :mxfp8; "
+            "mxfp8 for table:mxfp8; the experiments save, ranks, around, growth, energy, traffic "
+            "(table)."
         ),
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(help="cpu: numbers of ranks (1,2,4); others are skipped.")
+        str | None,
+        typer.Option(
+            help="cpu: numbers of ranks, 1,2,4 or 1-4; those that do not divide a size's experts "
+            "are skipped (1,2,4)."
+        ),
     ] = None,
-    repeats: Annotated[int | None, typer.Option(help="Timed runs (2; cuda: 20).")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Timed runs, at most 10000 (2; cuda: 20).")
+    ] = None,
     directions: Annotated[str, typer.Option(help="forward, or forward,backward.")] = (
         "forward,backward"
     ),
     peers: Annotated[
-        str | None, typer.Option(help="cuda: who runs beside it (dense,torch-eager).")
+        str | None,
+        typer.Option(
+            help="cuda: who runs beside it, of dense (always), torch-eager, torch-compiled, "
+            "sonicmoe, liger (dense,torch-eager)."
+        ),
     ] = None,
     bursts: Annotated[
         int | None, typer.Option(help="cuda: groups of 4 launches after a rest (5).")
@@ -409,13 +428,9 @@ def bench(
         if value is not None:
             raise ValueError(f"{name} must be left out with device {device}, got {value!r}")
     repeats = repeats if repeats is not None else {"cpu": 2, "cuda": 20}[device]
-    if repeats < 1:
-        raise ValueError(f"repeats must be >= 1, got {repeats}")
     bursts = 5 if bursts is None else bursts
     rounds = 4 if rounds is None else rounds
-    for name, number in (("bursts", bursts), ("rounds", rounds)):
-        if number < 1:
-            raise ValueError(f"{name} must be >= 1, got {number}")
+    commands.check_counts(repeats=repeats, bursts=bursts, rounds=rounds)
     if output is not None:
         _check_writable(output, ".json", "--output")
     if device == "cpu":
@@ -553,7 +568,8 @@ def _check_writable(path: Path, suffix: str, name: str) -> None:
     from mok_ref.casefile import check_writable
 
     if path.suffix != suffix:
-        raise ValueError(f"{name} must end in {suffix}, got {path}")
+        given = str(path) if path.name else f"{str(path)!r}, which names no file"
+        raise ValueError(f"{name} must end in {suffix}, got {given}")
     check_writable(path, name)
 
 
@@ -673,7 +689,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             print(error.format_message())  # type: ignore[attr-defined]
             sys.exit(0)
         if hasattr(error, "format_message"):  # a wrong option or argument
-            _fail(f"error: {one_line(error.format_message())}")
+            _fail(f"error: {one_line(error.format_message())}{_wrong_value(error)}")
         _fail(traceback.format_exc(), 1)  # a fault of this program
     try:
         sys.stdout.flush()
@@ -703,6 +719,14 @@ def _give_up_stdout() -> None:
 def _fail(message: str, status: int = 2) -> NoReturn:
     _flush_before_error()
     end_with_error(_job, message, status)
+
+
+def _wrong_value(error: Exception) -> str:
+    """ ", got 'x'" where a word is no number: the parser's own message tells the rule alone."""
+    found = getattr(error.__cause__, "errors", None)
+    if found is None:
+        return ""
+    return "".join(f", got {str(entry['input'])[:40]!r}" for entry in found()[:1])
 
 
 def _flush_before_error() -> None:

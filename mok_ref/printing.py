@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -31,8 +32,9 @@ INNER_STAGES = {
 
 
 def console() -> Console:
-    """Standard output; in a pipe wide enough that nothing is folded."""
-    width = None if sys.stdout.isatty() else 160
+    """Standard output; in a pipe as wide as $COLUMNS says, else so that nothing is folded."""
+    asked = os.environ.get("COLUMNS", "")
+    width = None if sys.stdout.isatty() or asked.isdecimal() else 160
     return Console(width=width, markup=False, highlight=False)
 
 

@@ -58,18 +58,21 @@ def default_case() -> Case:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """ "1,8,72" and "1-4,8" as ascending numbers. Raises: ValueError."""
-    ranks: set[int] = set()
+    """ "1,8,72" and "1-4,8" as ascending numbers, none of them twice. Raises: ValueError."""
+    ranks: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"ranks must look like 1,8,72 or 1-4,8, got {text!r}")
         low, high = int(first[:9]), int((last if dash else first)[:9])
-        if not 1 <= low <= high <= MAX_RANKS:
-            raise ValueError(
-                f"ranks must be in 1..{MAX_RANKS}, ranges low-high, got {part.strip()[:40]!r}"
-            )
-        ranks.update(range(low, high + 1))
+        if not (1 <= low <= MAX_RANKS and 1 <= high <= MAX_RANKS):
+            raise ValueError(f"ranks must be in 1..{MAX_RANKS}, got {part.strip()[:40]!r}")
+        if low > high:
+            raise ValueError(f"ranks must be ranges low-high, got {part.strip()[:40]!r}")
+        twice = next((r for r in range(low, high + 1) if r in ranks), None)
+        if twice is not None:
+            raise ValueError(f"ranks must not name a number twice, got {twice} twice")
+        ranks.extend(range(low, high + 1))
     return sorted(ranks)
 
 

@@ -19,6 +19,7 @@ import mok_ref
 
 settings.register_profile("mok", deadline=None, max_examples=60)
 settings.load_profile("mok")
+os.environ.pop("COLUMNS", None)  # tests read tables that are not folded
 
 TESTS = Path(__file__).parent
 PACKAGE_HOME = Path(mok_ref.__file__).parents[1]

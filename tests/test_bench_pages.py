@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,11 @@ from mok_ref.bench import (
     timing,
 )
 from mok_ref.bench.cases import CASES, TABLE_CASES, BenchCase, routes
-from mok_ref.bench.commands import parse_peers, parse_sizes
-from mok_ref.bench.cpu import bench_cpu
+from mok_ref.bench.commands import parse_directions, parse_peers, parse_sizes
+from mok_ref.bench.cpu import bench_cpu, parse_size
 from mok_ref.bench.energy import (
     ROUNDS,
+    ClockProbe,
     EnergyError,
     EnergyMeter,
     Recorder,
@@ -56,6 +58,7 @@ from mok_ref.bench.growth import (
 from mok_ref.bench.page import growth_table, tables_of
 from mok_ref.bench.page_runs import (
     WHY,
+    cases_table,
     draw_runs,
     other_targets_table,
     peers_table,
@@ -64,9 +67,10 @@ from mok_ref.bench.page_runs import (
     runs_of_one_kind,
     targets_table,
 )
-from mok_ref.bench.report_files import BEGIN, END, write_between_markers
+from mok_ref.bench.report_files import BEGIN, END, check_own_links, write_between_markers
 from mok_ref.bench.timing import Protocol, Timing, time_contenders, turns
 from mok_ref.bench.variants import AroundRow, RankRow, SavingRow, time_ranks
+from mok_ref.gpu import compiler
 from mok_ref.heap import cuda_device
 from mok_ref.install import install_hint
 
@@ -87,18 +91,50 @@ def test_words_of_sizes() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        "qwen4", "qwen3:fp4", "8x8x8x4", "0x8x8x4x2", "", "mxfp8:bf16", "mxfp8:mxfp8", "save:mxfp8",
-        "qwen3:", "qwen3:mxfp8:mxfp8", "\u0664x8x8x4x2", "\u00b2x8x8x4x2", "9" * 5000 + "x8x8x4x2",
+        "qwen4", "qwen3:fp4", "8x8x8x4", "", "mxfp8:bf16", "mxfp8:mxfp8", "save:mxfp8",
+        "08x8x8x4x2", "qwen3:", "qwen3:mxfp8:mxfp8", "\u0664x8x8x4x2", "\u00b2x8x8x4x2",
     ],
 )  # fmt: skip
 def test_other_words_are_refused(word: str) -> None:
-    with pytest.raises(ValueError, match="cases must be of"):
+    with pytest.raises(ValueError, match=r"^sizes must be of"):
         parse_sizes(f"qwen3,{word}")
+    with pytest.raises(ValueError, match=r"^sizes must be small, medium or NxHxIxExK, got"):
+        parse_size(word)
 
 
-def test_what_is_named_twice_is_run_once() -> None:
-    assert parse_sizes("qwen3,qwen3:bf16,save,qwen3,save") == [CASES["qwen3"], "save"]
-    assert parse_sizes("sonic,table") == parse_sizes("sonic,table,sonic")
+@pytest.mark.parametrize(
+    ("word", "rule"),
+    [
+        ("0x8x8x4x2", "be numbers in 1..999999999, got '0x8x8x4x2'"),
+        ("8x8x8x4x0", "be numbers in 1..999999999, got '8x8x8x4x0'"),
+        ("9" * 5000 + "x8x8x4x2", "be numbers in 1..999999999, got '" + "9" * 40 + "'"),
+        ("8x8x8x4x65", "have K in 1..64, got '8x8x8x4x65'"),
+    ],
+)
+def test_numbers_of_sizes_are_bounded_on_cpu_and_gpu(word: str, rule: str) -> None:
+    for parse in (parse_size, parse_sizes):
+        with pytest.raises(ValueError, match=f"^sizes must {re.escape(rule)}$"):
+            parse(word)
+    assert parse_size("8x8x8x4x64").top_k == 64
+
+
+@pytest.mark.parametrize("parse", [parse_sizes, parse_peers, parse_directions])
+def test_a_word_that_is_there_twice_is_refused(parse: Callable[[str], Any]) -> None:
+    word = {parse_sizes: "qwen3", parse_peers: "liger", parse_directions: "forward"}[parse]
+    with pytest.raises(ValueError, match=f"must not name a thing twice, got '{word}' twice$"):
+        parse(f"{word},{word}")
+
+
+def test_counts_are_bounded_before_anything_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"^rounds must be at most 10000, got 10001$"):
+        commands.bench_cuda(rounds=10_001)
+    with pytest.raises(ValueError, match=r"^repeats must be at most 10000, got 99999"):
+        commands.bench_on_cpu("8x8x8x4x2", "1", "forward", 10**3000 - 1, None, True)
+
+
+def test_a_case_of_two_words_is_run_once() -> None:
+    assert parse_sizes("qwen3,qwen3:bf16,save") == [CASES["qwen3"], "save"]
+    assert parse_sizes("sonic,table") == parse_sizes("sonic,table,all")[:6]
     timings = bench_cpu("16x16x16x2x1,16x16x16x2x1", [1], 1, False)
     assert [timing.name for timing in timings] == ["16x16x16x2x1"]
 
@@ -273,8 +309,15 @@ def test_runs_of_other_kernels_are_left_out() -> None:
 def test_every_run_names_its_card() -> None:
     runs = [run_of(1, 0.8), report()]
     lines = runs_list(runs, {id(run): "[r](r)" for run in runs})
-    assert "| 1 | 2026-11-29 01:00 UTC | G | card1 | 1, 13.0 |" in lines[2]
-    assert "| 2 | 2026-11-29 | G | not recorded | 1, 13.0 | not recorded | [r](r) |" in lines[3]
+    assert lines[2].startswith("| 2026-11-29 01:00 UTC | G | card1 | 1, 13.0 |")
+    assert lines[3] == "| 2026-11-29 | G | not recorded | 1, 13.0 | not recorded | [r](r) |"
+
+
+def test_shapes_of_the_cases_are_told() -> None:
+    assert cases_table([run_of(1, 0.8)])[2:] == [
+        "| qwen3 | 8192 | 2048 | 768 | 128 | 8 | uniform |"
+    ]
+    assert cases_table([]) == []
 
 
 def test_others_are_compared_inside_a_run() -> None:
@@ -283,7 +326,14 @@ def test_others_are_compared_inside_a_run() -> None:
         run["rows"].append(run["rows"][0] | {"contender": "SonicMoE", "ratio_sustained": ratio})
     assert quotients(runs, "qwen3", "forward", "mok_ref", "SonicMoE") == pytest.approx([4 / 3, 1.0])
     (row,) = [line for line in peers_table(runs) if line.startswith("| qwen3")]
-    assert "| 0.750 (0.600 – 0.900) | 1.17 (1.00 – 1.33) |" in row
+    assert "| 0.750 (0.600 – 0.900) | 1.24 (0.99 – 1.48) |" in row  # beside forward that saves
+
+
+def test_links_to_tables_that_are_not_made_are_named(tmp_path: Path) -> None:
+    table = "<\n### A table, here\n[why](#elsewhere)\n>"  # tables may link to any page's headings
+    check_own_links(tmp_path, f"[a](#a-table-here) [b](other.md#nothing) {table}", "<", ">")
+    with pytest.raises(ValueError, match="links to #no-table, which these reports do not make"):
+        check_own_links(tmp_path, f"{table} [b](#no-table)", "<", ">")
 
 
 def test_the_other_targets_have_rows() -> None:
@@ -341,6 +391,24 @@ def test_the_clock_is_the_multiprocessors_own() -> None:
     begin = np.array([[7, 1000], [10**12, 1000], [5, 900], [0, 0]], np.uint64)
     after = np.array([[1_400_000, 1_000_000], [1_500_000, 1_000_000], [1, 1], [9, 9]], np.uint64)
     assert mean_mhz(begin, begin + after) == 1400.0  # median of 1400, 1500, 1000; the last is none
+
+
+def test_the_first_launch_of_the_probe_is_before_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def load_kernel(source: str, kernel: str) -> Callable[..., None]:
+        done.append(f"load {source} {kernel}")
+        return lambda *_: done.append("launch")
+
+    monkeypatch.setattr(compiler, "load_kernel", load_kernel)
+    monkeypatch.setattr(gpu, "torch_stream", nullcontext)
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    probe = ClockProbe()
+    assert done == ["load clock.cu stamp_clocks", "launch"]
+    probe.stamp()
+    assert done[1:] == ["launch", "launch"]  # nothing is loaded again
 
 
 class FakeClock:
@@ -409,7 +477,7 @@ def test_without_a_meter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpu, "bench_case", measured)
     with pytest.raises(EnergyError, match="has no nvmlInit_v2"):
         commands.bench_cuda("qwen3,energy")
-    with pytest.raises(ValueError, match="cases must fit into the GPU's 1024 GiB"):
+    with pytest.raises(ValueError, match=r"^sizes must fit into the GPU's 1024 GiB"):
         commands.bench_cuda("99999x99999x99999x99x8")
 
 
@@ -633,6 +701,7 @@ def test_nothing_is_measured_without_cupy_or_torch(
         (links_run.main, ["--timeout", "0"], "timeout must be above 0"),
         (page.main, ["none.json", "--output", "p.md"], "none.json: No such file"),
         (page.main, [__file__, "--output", "p.md"], "must be a report of bench --device cuda"),
+        (page.main, ["none.json", "--output", "."], "--output must be a file name, got the direct"),
         (links_page.main, [], "required: reports, --output"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,34 +72,76 @@ def test_without_ncu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find_ncu() == "/bin/ncu"
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_ncu_runs_the_calls_and_its_errors_are_told(
-    fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(command: list[str], **_: Any) -> SimpleNamespace:
-        log = Path(command[command.index("--log-file") + 1])
-        refused = "==ERROR== ERR_NVGPUCTRPERM - no permission"
-        log.write_text(refused if fails else log_of(len(CALLS)))
-        assert command[-3:] == ["-m", "mok_ref.bench.traffic", "qwen3"]
-        return SimpleNamespace(returncode=int(fails), stdout="", stderr="")
+@pytest.mark.parametrize(
+    ("cut", "text"),
+    [
+        (
+            ('"call1/first","dram__bytes_read.sum","unit","2,000,000"', '"call1/first"'),
+            "ends early",
+        ),
+        (("2,000,000", "n/a"), r"gave 'n/a' for dram__bytes_read\.sum of call1/first"),
+        (("2,000,000", "nan"), "gave 'nan' for"),
+        (("2,000,000", "-1"), "gave '-1' for"),
+        (('"Metric Value"', '"Value"'), "no table with the columns"),
+    ],
+)
+def test_what_is_no_count_is_told_in_one_line(cut: tuple[str, str], text: str) -> None:
+    log = log_of(len(CALLS))
+    assert cut[0] in log
+    with pytest.raises(TrafficError, match=text):
+        rows_of(log.replace(*cut), ("qwen3",))
 
-    monkeypatch.setattr(subprocess, "run", run)
+
+def test_what_a_program_prints_before_the_table_is_no_row() -> None:
+    log = log_of(len(CALLS)).replace(HEAD, f'"a quoted line"\n{HEAD}')
+    assert rows_of(log, ("qwen3",)) == rows_of(log_of(len(CALLS)), ("qwen3",))
+
+
+def fake_ncu(folder: Path, script: str) -> str:
+    """A program in ncu's place: $LOG is where the counts go, $ARGS all its words."""
+    path = folder / "ncu"
+    find = 'for word; do [ "$last" = --log-file ] && LOG=$word; last=$word; done; ARGS="$*"'
+    path.write_text(f"#!/bin/sh\n{find}\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_ncu_runs_the_calls(tmp_path: Path) -> None:
+    (tmp_path / "counts").write_text(log_of(len(CALLS)))
+    check = 'case "$ARGS" in *"-m mok_ref.bench.traffic qwen3") ;; *) exit 3;; esac'
     made = SimpleNamespace(traffic=[])
-    if fails:
-        with pytest.raises(TrafficError, match="ended with 1: ==ERROR== ERR_NVGPUCTRPERM"):
-            traffic.bench_traffic(made, "ncu", ("qwen3",))
-    else:
-        traffic.bench_traffic(made, "ncu", ("qwen3",))
-        assert len(made.traffic) == len(CALLS)
+    ncu = fake_ncu(tmp_path, f"{check}; cp '{tmp_path}/counts' \"$LOG\"")
+    traffic.bench_traffic(made, ncu, ("qwen3",))
+    assert len(made.traffic) == len(CALLS)
 
 
-def test_ncu_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], timeout: float, **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
+def test_errors_of_ncu_are_told(tmp_path: Path) -> None:
+    ncu = fake_ncu(tmp_path, 'echo "==ERROR== ERR_NVGPUCTRPERM - no" > "$LOG"; echo more; exit 1')
+    with pytest.raises(TrafficError, match="ended with 1: ==ERROR== ERR_NVGPUCTRPERM"):
+        traffic.bench_traffic(SimpleNamespace(traffic=[]), ncu, ("qwen3",))
+    missing = fake_ncu(tmp_path, "exit 5")
+    with pytest.raises(TrafficError, match="ended with 5: no word"):
+        traffic.bench_traffic(SimpleNamespace(traffic=[]), missing, ("qwen3",))
 
-    monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(TrafficError, match="ncu took more than 60 s"):
-        traffic.bench_traffic(SimpleNamespace(traffic=[]), "ncu", ("qwen3",))
+
+def test_ncu_that_does_not_end_is_stopped_with_its_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "SECONDS_PER_CASE", 1)
+    alive = tmp_path / "alive"
+    ncu = fake_ncu(tmp_path, f"(sleep 60) & echo $! > '{alive}'; wait")
+    with pytest.raises(TrafficError, match="ncu took more than 1 s"):
+        traffic.bench_traffic(SimpleNamespace(traffic=[]), ncu, ("qwen3",))
+    status = Path(f"/proc/{alive.read_text().strip()}/stat")
+    end = time.monotonic() + 10
+    while time.monotonic() < end:  # a zombie is no program that runs
+        try:
+            if status.read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the program under ncu still runs")
 
 
 def test_the_watched_program_refuses_other_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +178,8 @@ def test_counted_bytes_stand_beside_those_that_must_move() -> None:
 
 
 COPY = {"idle_watts": 100.0, "watts": 500.0, "tbytes_per_s": 4.0, "pj_per_byte": 100.0}
-PRICE = {"joules_per_tflop": 0.5, "l2_pj_per_byte": 25.0, "nj_per_instruction": 0.5}
+PRICE = {"joules_per_tflop": 0.5, "l2_pj_per_byte": 25.0, "copy_pj_per_byte": 100.0}
+PRICE |= {"nj_per_instruction": 0.5}
 
 
 def run_with_energy() -> dict[str, Any]:
@@ -158,6 +201,9 @@ def test_time_is_cycles_and_clock() -> None:
     own = "| qwen3 | forward | mok_ref | 1.250 | 0.875 | 700 | 1200 | 1.50 |"
     assert own in tables_of(run)
     assert power_table([run_with_traffic()]) == []
+    halves = [run | {"energy": [row]} for row in run["energy"]]
+    assert power_table(halves) == []  # never a ratio across runs
+    assert power_table([halves[0], run])[-1] == power_table([run])[-1]
     with pytest.raises(KeyError, match="copy must hold"):
         tables_of(run | {"copy": {}})
 

@@ -204,20 +204,37 @@ def test_a_random_case_can_be_saved_and_run_again(
         (("run", "--input", __file__), "without pickled objects, got a file of another kind"),
         (("schedule", "--rows", "-1"), "rows must be >= 0, got -1"),
         (("golden", "check", GOLDEN, "--path", "hopper"), "path must be auto with device cpu"),
-        (("bench", "--sizes", "table"), "got 'table' (which --device cuda knows"),
+        (("bench", "--sizes", "table"), "got 'table' (which --device cuda knows)"),
         (("bench", "--peers", "dense"), "peers must be left out with device cpu, got 'dense'"),
         (("bench", "--device", "cuda", "--ranks", "1"), "ranks must be left out with device cuda"),
-        (("bench", "--directions", "sideways"), "directions must be of forward, backward"),
+        (("bench", "--directions", "sideways"), "directions must be forward or forward,b"),
+        (("bench", "--directions", "backward"), "forward or forward,backward, got 'backward'"),
         (("bench", "--repeats", 0), "repeats must be >= 1, got 0"),
+        (("bench", "--repeats", "x"), "'--repeats': Input should be a valid integer, "),
+        (("bench", "--repeats", "x"), ", got 'x'"),
+        (("bench", "--rounds", ""), ", got ''"),
+        (("plan", "--gpus", "1.5"), ", got '1.5'"),
+        (("run", "--limit", "1e"), ", got '1e'"),
+        (("bench", "--repeats", 10**22), "repeats must be at most 10000, got 10000000000000"),
+        (("bench", "--device", "cuda", "--bursts", 10**22), "bursts must be at most 10000, got"),
+        (("bench", "--device", "cuda", "--peers="), "peers must be of dense-cublas"),
+        (("bench", "--device", "cuda", "--sizes", "foo"), "sizes must be of table"),
+        (("bench", "--sizes", "0x8x8x4x2"), "sizes must be numbers in 1..999999999, got '0x8"),
+        (("bench", "--sizes", "8x8x8x4x9999"), "sizes must have K in 1..64, got '8x8x8x4x9999'"),
+        (("bench", "--sizes", "qwen3:mxfp8"), "got 'qwen3:mxfp8' (which --device cuda knows)"),
+        (("bench", "--sizes", "small,small"), "must not name a thing twice, got 'small' twice"),
+        (("bench", "--ranks", "1,1"), "ranks must not name a number twice, got 1 twice"),
+        (("bench", "--output="), "--output must end in .json, got '.', which names no file"),
+        (("build", "--arch", "sm_90a,foo"), "arch must be of sm_80, sm_86, sm_89, sm_90a, "),
         (("bench", "--bursts", 3), "bursts must be left out with device cpu, got 3"),
         (("bench", "--device", "cuda", "--bursts", 0), "bursts must be >= 1, got 0"),
         (("bench", "--rounds", 3), "rounds must be left out with device cpu, got 3"),
         (("bench", "--device", "cuda", "--rounds", 0), "rounds must be >= 1, got 0"),
         (("bench", "--sizes", ""), "sizes must be small, medium or NxHxIxExK, got ''"),
         (("bench", "--ranks", ""), "ranks must look like"),
-        (("bench", "--device", "cuda", "--sizes", "small,"), "cases must be of table"),
+        (("bench", "--device", "cuda", "--sizes", "small,"), "sizes must be of table"),
         (("bench", "--device", "cuda", "--peers", "torch"), "peers must be of dense-cublas"),
-        (("bench", "--device", "cuda", "--directions", "up"), "directions must be of forward"),
+        (("bench", "--device", "cuda", "--directions", "up"), "directions must be forward or"),
         (("bench", "--output", "x.foo"), "--output must end in .json, got x.foo"),
         (("bench", "--sizes", "8x8x8x4x2", "--ranks", "3"), "ranks must hold a divisor of the 4"),
         (("verify", "--ranks", "1,,2"), "ranks must look like 1,8,72"),
@@ -371,6 +388,31 @@ def test_info_names_what_is_missing(
         assert install_hint(extra) in hints[name]
     states = {row["name"]: row["state"] for row in json.loads(text)}
     assert states["scipy"] == "not installed (optional)" and states["numpy"] == "missing"
+
+
+def test_help_of_bench_names_every_case_experiment_and_peer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from mok_ref.bench.cases import CASES
+    from mok_ref.bench.commands import EXPERIMENTS, MAX_COUNT
+    from mok_ref.bench.peers import PEERS
+
+    status, text, _ = mok_ref(capsys, "bench", "--help")
+    words = set(re.findall(r"[\w:-]+", re.sub(r"-\s+", "-", text)))  # lines break behind hyphens
+    peers = {name.lower().replace(" ", "-") for name in PEERS} - {"dense-cublas"} | {"dense"}
+    assert status == 0
+    assert {*CASES, *EXPERIMENTS, *peers, ":mxfp8", str(MAX_COUNT)} - words == set()
+
+
+def test_tables_are_as_wide_as_columns_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mok_ref import info
+
+    monkeypatch.setattr(info, "_version", lambda name: None)
+    assert max(map(len, mok_ref(capsys, "info")[1].splitlines())) > 80
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, mok_ref(capsys, "info")[1].splitlines())) <= 80
 
 
 def test_install_hints_name_a_folder_that_pip_can_install(

@@ -170,6 +170,8 @@ def test_virtual_heap_names_the_late_rank() -> None:
 class OrderedStream:
     """A stream that knows what its end follows: a set of (stream, how much it had enqueued)."""
 
+    ptr = 16
+
     def __init__(self) -> None:
         self.lock, self.count, self.follows = threading.Lock(), 0, set()
         self.calls = 0
@@ -219,6 +221,27 @@ def test_behind_a_virtual_barrier_every_stream_follows_all_others(size: int, mon
 
     run_virtual_cuda_ranks(size, work, timeout_s=30)
     assert sum(stream.calls for stream in streams) == 2 * rounds * (3 * size - 2)
+
+
+def test_a_virtual_barrier_refuses_the_per_thread_stream(monkeypatch) -> None:
+    """Its handle means another stream in each thread, and one thread joins them all."""
+    import cupy
+
+    own, plain = threading.local(), cupy.cuda.get_current_stream()
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: getattr(own, "stream", plain))
+
+    def work(heap: Any) -> str:
+        if heap.rank == 1:
+            own.stream = OrderedStream()
+            own.stream.ptr = 2
+        with pytest.raises((ValueError, errors.MokTimeoutError)) as caught:
+            heap.barrier()
+        return str(caught.value)
+
+    begin = time.monotonic()
+    other, refused = run_virtual_cuda_ranks(2, work, timeout_s=30)
+    assert "must be one that every thread can name" in refused and "rank 1" in refused
+    assert "rank 0 waited" in other and time.monotonic() - begin < 10
 
 
 def test_a_rank_that_comes_too_late_is_refused() -> None:

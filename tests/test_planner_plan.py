@@ -320,6 +320,20 @@ def test_a_plan_that_fills_the_memory_warns():
         assert "GB of it a reserve; " in plan_text(made)
 
 
+def test_where_nothing_fits_memory_decides_and_is_said_to():
+    """Sizes that are faster are listed with the reason against them; equal memory: the fastest."""
+    small = replace(load_hardware("h200").with_gpus(2), memory_bytes=7e9)
+    made = make_plan("qwen3-30b", small, 4096, num_simulated=1)
+    assert not made.memory["fits"]
+    (minibatch,) = [reason for reason in made.reasons if reason.startswith("minibatch")]
+    assert minibatch.endswith("; no size fits: the ring's memory decides, not time)")
+    (moved,) = [reason for reason in made.reasons if reason.startswith("rows are moved by")]
+    others = [float(change) for change in re.findall(r"([+-][\d.]+)%", moved)]
+    assert others and min(others) >= 0
+    roomy = make_plan("tiny-litters", "h200", 512, 2, num_simulated=1)
+    assert roomy.memory["fits"] and "no size fits" not in "".join(roomy.reasons)
+
+
 def test_a_bound_is_explained_by_times():
     made = make_plan("tiny-litters", "gb300-nvl72", 4096, 8, ep_size=8, num_simulated=1)
     (bound,) = [reason for reason in made.reasons if reason.startswith("forward is bound")]

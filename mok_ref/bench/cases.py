@@ -5,9 +5,13 @@ FLOPs: forward 6 * rows * H * I, backward twice that; rows = T * K routed rows.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
+
+MAX_NUMBER = 10**9 - 1
+MAX_TOP_K = 64
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,24 @@ CASES = {
 }
 TABLE_CASES = ("dsv3-rank", "kimi-16", "mixtral", "qwen3", "qwen3-zipf", "sonic")
 SMALL_CASES = ("small-16", "small-128", "small-512")
+
+
+def parse_shape(word: str) -> tuple[int, int, int, int, int] | None:
+    """(T, H, I, E, K) of "TxHxIxExK"; None for a word of another form.
+
+    K may exceed E: routes repeat then.
+    Raises: ValueError for numbers that are out of range.
+    """
+    if not re.fullmatch(r"(0|[1-9][0-9]*)(x(0|[1-9][0-9]*)){4}", word):
+        return None
+    texts = word.split("x")
+    # by their lengths: int() refuses thousands of digits
+    if "0" in texts or any(len(text) > len(str(MAX_NUMBER)) for text in texts):
+        raise ValueError(f"sizes must be numbers in 1..{MAX_NUMBER}, got {word[:40]!r}")
+    tokens, hidden, inner, experts, top_k = map(int, texts)
+    if top_k > MAX_TOP_K:
+        raise ValueError(f"sizes must have K in 1..{MAX_TOP_K}, got {word!r}")
+    return tokens, hidden, inner, experts, top_k
 
 
 def routes(case: BenchCase, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:

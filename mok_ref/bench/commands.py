@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES, BenchCase
+from mok_ref.bench.cases import CASES, SMALL_CASES, TABLE_CASES, BenchCase, parse_shape
 from mok_ref.bench.entry import require_gpu
 from mok_ref.bench.timing import Protocol
 from mok_ref.casefile import check_writable, write_whole
+from mok_ref.option_names import option_names
 
 if TYPE_CHECKING:
     from mok_ref.bench.cpu import CpuTiming
@@ -18,17 +19,36 @@ if TYPE_CHECKING:
 EXPERIMENTS = ("save", "ranks", "around", "growth", "energy", "traffic")
 """Words of --sizes beside cases: save modes, virtual ranks, kernels around the products, growth of
 the cost, joules per call, bytes and instructions per call."""
+MAX_COUNT = 10_000  # of repeats, bursts, rounds
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raises: ValueError naming the first number of repetitions that is out of range."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be >= 1, got {count}")
+        if count is not None and count > MAX_COUNT:
+            raise ValueError(f"{name} must be at most {MAX_COUNT}, got {str(count)[:40]}")
+
+
+def words_of(name: str, text: str) -> list[str]:
+    """Comma-separated words. Raises: ValueError naming one that is there twice."""
+    words = text.split(",")
+    for index, word in enumerate(words):
+        if word and word in words[:index]:
+            raise ValueError(f"{name} must not name a thing twice, got {word[:40]!r} twice")
+    return words
 
 
 def parse_sizes(text: str) -> list[BenchCase | str]:
     """Cases and experiments in the order of comma-separated words: names of cases, "table",
     "small", "all", TxHxIxExK, any of them with ":bf16" or ":mxfp8"; "mxfp8" (the table's cases);
-    EXPERIMENTS. What is named twice comes once.
+    EXPERIMENTS. A case that two words name comes once.
 
     Raises: ValueError.
     """
     chosen: list[BenchCase | str] = []
-    for word in text.split(","):
+    for word in words_of("sizes", text):
         if word in EXPERIMENTS:
             chosen.append(word)
             continue
@@ -36,7 +56,7 @@ def parse_sizes(text: str) -> list[BenchCase | str]:
         found = _parse_case(name)
         if not found or (colon and dtype not in ("bf16", "mxfp8")):
             known = ", ".join((*_GROUPS, "mxfp8", *CASES, *EXPERIMENTS))
-            raise ValueError(f"cases must be of {known} or TxHxIxExK[:mxfp8], got {word[:40]!r}")
+            raise ValueError(f"sizes must be of {known} or TxHxIxExK[:mxfp8], got {word[:40]!r}")
         chosen += [case.as_mxfp8() for case in found] if dtype == "mxfp8" else found
     return list(dict.fromkeys(chosen))
 
@@ -45,23 +65,21 @@ _GROUPS = {"table": TABLE_CASES, "small": SMALL_CASES, "all": TABLE_CASES + SMAL
 
 
 def _parse_case(word: str) -> list[BenchCase]:
-    """Cases of one word; none if it says nothing."""
+    """Cases of one word; none if it says nothing. Raises: ValueError for numbers out of range."""
     if word in _GROUPS:
         return [CASES[name] for name in _GROUPS[word]]
     if word in CASES:
         return [CASES[word]]
-    if re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8}){4}", word):
-        tokens, hidden, inner, experts, top_k = map(int, word.split("x"))
-        return [BenchCase(word, tokens, hidden, inner, experts, top_k)]
-    return []
+    shape = parse_shape(word)
+    return [] if shape is None else [BenchCase(word, *shape)]
 
 
 def parse_directions(text: str) -> tuple[str, ...]:
-    """Of "forward,backward", in this order. Raises: ValueError."""
-    words = text.split(",")
-    if not set(words) <= {"forward", "backward"}:
-        raise ValueError(f"directions must be of forward, backward, got {text!r}")
-    return tuple(word for word in ("forward", "backward") if word in words)
+    """ "forward" or "forward,backward": backward needs what forward keeps. Raises: ValueError."""
+    words = tuple(words_of("directions", text))
+    if words not in (("forward",), ("forward", "backward")):
+        raise ValueError(f"directions must be forward or forward,backward, got {text[:40]!r}")
+    return words
 
 
 def parse_peers(text: str) -> tuple[str, ...]:
@@ -70,9 +88,9 @@ def parse_peers(text: str) -> tuple[str, ...]:
 
     short = {name.lower().replace(" ", "-"): name for name in PEERS} | {"dense": "dense cuBLAS"}
     chosen = ["dense cuBLAS"]
-    for word in filter(None, text.split(",")):
+    for word in words_of("peers", text):
         if word not in short:
-            raise ValueError(f"peers must be of {', '.join(short)}, got {word!r}")
+            raise ValueError(f"peers must be of {', '.join(short)}, got {word[:40]!r}")
         if short[word] not in chosen:
             chosen.append(short[word])
     return tuple(chosen)
@@ -86,6 +104,8 @@ def bench_on_cpu(
     from mok_ref.verify import parse_ranks
 
     backward = "backward" in parse_directions(directions)
+    check_counts(repeats=repeats)
+    _refuse_sizes_of_cuda(words_of("sizes", sizes))
     if output is not None:
         check_writable(output)
     timings = bench_cpu(sizes, parse_ranks(ranks), repeats, backward, _say_finished)
@@ -94,13 +114,25 @@ def bench_on_cpu(
     print_bench(timings, as_json)
 
 
+def _refuse_sizes_of_cuda(words: Sequence[str]) -> None:
+    """Raises: ValueError naming a word that only the benchmark of a GPU knows."""
+    from mok_ref.bench.cpu import SIZES
+
+    for word in words:
+        if word not in SIZES and word.split(":")[0] in (*_GROUPS, *CASES, "mxfp8", *EXPERIMENTS):
+            raise ValueError(
+                f"sizes must be {', '.join(SIZES)} or NxHxIxExK, "
+                f"got {word[:40]!r} (which --device cuda knows)"
+            )
+
+
 def _say_finished(timing: CpuTiming) -> None:
     ms = timing.forward_ms + timing.backward_ms
     print(f"{timing.name}, R = {timing.ranks}: {ms:.0f} ms", file=sys.stderr, flush=True)
 
 
 def bench_cuda(
-    cases: str = "table",
+    sizes: str = "table",
     directions: str = "forward,backward",
     peers: str = "dense,torch-eager",
     repeats: int | None = None,
@@ -110,7 +142,8 @@ def bench_cuda(
     rounds: int = 4,
 ) -> bool:
     """Run, print, write; False when a bit differed."""
-    chosen, opponents, wanted = parse_sizes(cases), parse_peers(peers), parse_directions(directions)
+    chosen, opponents, wanted = parse_sizes(sizes), parse_peers(peers), parse_directions(directions)
+    check_counts(repeats=repeats, bursts=bursts, rounds=rounds)
     if output is not None:
         check_writable(output)
     require_gpu("bench --device cuda")
@@ -120,7 +153,8 @@ def bench_cuda(
     from mok_ref.bench.memory import check_memory
     from mok_ref.bench.variants import Instruments, run_experiment
 
-    check_memory([c for c in chosen if isinstance(c, BenchCase)], torch.cuda.mem_get_info()[0])
+    with option_names(cases="sizes"):
+        check_memory([c for c in chosen if isinstance(c, BenchCase)], torch.cuda.mem_get_info()[0])
     instruments = Instruments.of(chosen)  # refuses before anything is measured
     torch.cuda.set_stream(torch.cuda.Stream())
     report = BenchReport(device_facts())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from mok_ref.bench.cases import CASES
+from mok_ref.bench.cases import parse_shape
 from mok_ref.runner import RandomCase, Settings, make_plan, run_virtual
 
 SIZES = {
@@ -34,16 +33,10 @@ def parse_size(text: str) -> RandomCase:
     """A name in `SIZES`, or NxHxIxExK. Raises: ValueError."""
     if text in SIZES:
         return SIZES[text]
-    if not re.fullmatch(r"\d+(x\d+){4}", text):
-        known = text in (*CASES, "table", "all")
-        where = (
-            f" (which --device cuda knows, with {len(CASES)} shapes of real models)"
-            if known
-            else ""
-        )
-        raise ValueError(f"sizes must be {', '.join(SIZES)} or NxHxIxExK, got {text!r}{where}")
-    tokens, hidden, inner, experts, top_k = (int(number) for number in text.split("x"))
-    return RandomCase(tokens, hidden, inner, experts, top_k)
+    shape = parse_shape(text)
+    if shape is None:
+        raise ValueError(f"sizes must be {', '.join(SIZES)} or NxHxIxExK, got {text[:40]!r}")
+    return RandomCase(*shape)
 
 
 def multiply_adds(size: RandomCase) -> int:

@@ -1,4 +1,5 @@
-"""What the benchmarks' command lines share: errors in one line, and what must be there to measure.
+"""What command lines beside `mok-ref` share, those of the benchmarks and of the examples: errors in
+one line, and what must be there to measure.
 
 A wrong word, a file that is no report, a missing library or GPU: one line on stderr, status 2. Of
 several processes the first that fails says its line and ends the others, which may wait for it.
@@ -21,6 +22,11 @@ class WordParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
+
+
+def script_parser(usage: str | None) -> WordParser:
+    """Of a script whose text, as it stands, is what --help prints."""
+    return WordParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 @contextmanager

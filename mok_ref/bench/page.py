@@ -43,6 +43,7 @@ from mok_ref.bench.report_files import (
     Maybe,
     ReportKind,
     Rule,
+    check_own_links,
     errors_name,
     one_of,
     page_with_tables,
@@ -51,7 +52,7 @@ from mok_ref.bench.report_files import (
 )
 from mok_ref.bench.timing import Protocol
 from mok_ref.bench.traffic import BYTES, COUNTERS
-from mok_ref.casefile import check_distinct, write_whole
+from mok_ref.casefile import check_distinct, check_writable, write_whole
 from mok_ref.config import SAVE_MODES
 
 ROW: dict[str, Any] = {"case": NAME, "direction": one_of(*DIRECTIONS), "contender": NAME} | {
@@ -403,6 +404,7 @@ def write_page(paths: Sequence[Path], page: Path) -> None:
     Raises: ValueError naming the file, and the key that is wrong; OSError; RuntimeError without
     matplotlib.
     """
+    check_writable(page, "--output")
     reports, curves = [read_report(path, BENCH) for path in paths], {}
     _check_each_run_once(paths, reports)
     for path, report in zip(paths, reports, strict=True):
@@ -416,6 +418,7 @@ def write_page(paths: Sequence[Path], page: Path) -> None:
     check_distinct(picture=of_runs, **{str(path): path for path in (*paths, *curves)})
     made = page_text(paths, reports, page.parent, of_runs.name)
     text = page_with_tables(page, {(BEGIN, END): made})
+    check_own_links(page, text, BEGIN, END)
     draw_runs(runs_of_one_kind(reports), of_runs)
     for picture, rows in curves.items():
         draw_growth(rows, picture)

@@ -18,7 +18,7 @@ from mok_ref.bench.energy import dense_bytes, layer_bytes
 from mok_ref.bench.page_runs import COLUMNS, Report, spread
 
 DENSE = "dense cuBLAS"
-PRICES = ("joules_per_tflop", "l2_pj_per_byte", "nj_per_instruction")  # beside copy.pj_per_byte
+PRICES = ("joules_per_tflop", "l2_pj_per_byte", "copy_pj_per_byte", "nj_per_instruction")
 POWER_DIGITS = (3, 3, 3, 0, 0)
 
 
@@ -57,8 +57,10 @@ def power_table(runs: list[Report]) -> list[str]:
     """Ratios to dense in time, cycles and clock."""
     lines = []
     for case, direction, ours in _directions():
-        both = (_rows(runs, "energy", case, direction, who) for who in (ours, DENSE))
-        found = [_power_of(*rows) for rows in zip(*both, strict=True)]
+        found = []
+        for run in runs:  # a ratio is of one run
+            mine, dense = (_rows([run], "energy", case, direction, who) for who in (ours, DENSE))
+            found += [_power_of(mine[0], dense[0])] if mine and dense else []
         if found:
             columns = zip(*found, strict=True)
             cells = [spread(list(v), digits=d) for v, d in zip(columns, POWER_DIGITS, strict=True)]
@@ -91,31 +93,32 @@ def joules_table(runs: list[Report], prices: Report | None) -> list[str]:
     measured = [run for run in runs if run.get("energy")]
     if prices is None or not measured:
         return []
-    copies = [run["copy"] for run in measured]
-    copy = {key: sum(c[key] for c in copies) / len(copies) for key in ("pj_per_byte", "idle_watts")}
-    lines = []
+    idle_watts = sum(run["copy"]["idle_watts"] for run in measured) / len(measured)
+    lines, closing = [], []
     for case, direction, ours in _directions():
         for who in (DENSE, ours):
             energy, traffic = (_rows(runs, k, case, direction, who) for k in ("energy", "traffic"))
             if not energy or not traffic:
                 continue
-            parts = account(energy, traffic, copy, prices)
+            parts = account(energy, traffic, idle_watts, prices)
             counter = _mean(energy, lambda row: row["joules"])
+            closing.append(sum(parts) / counter)
             cells = [f"{part:.3f}" for part in (*parts, sum(parts), counter)]
             lines.append(f"| {case} | {direction} | {who} | {' | '.join(cells)} |")
     if not lines:
         return []
-    product, l2_byte, instruction = (prices[name] for name in PRICES)
+    product, l2_byte, copy_byte, instruction = (prices[name] for name in PRICES)
     return [
         "### Where the joules go",
         "",
         "Joules of one call, at one price for everybody: the idle card "
-        f"{copy['idle_watts']:.0f} W, products {product:.2f} J per TFLOP, a byte of L2 "
-        f"{l2_byte:.0f} pJ, a byte of memory {copy['pj_per_byte'] - l2_byte:.0f} pJ beside L2's (a "
-        f"copy of 4 GiB costs {copy['pj_per_byte']:.0f} pJ per byte read or written), a warp "
-        f"instruction {instruction:.2f} nJ. Bytes and instructions as counted (next table). The "
-        "prices are for one voltage; a lower clock has a lower one, so that the sum comes out some "
-        "percent too high for the layer.",
+        f"{idle_watts:.0f} W; a byte of L2 {l2_byte:.0f} pJ and a warp instruction "
+        f"{instruction:.2f} nJ (kernels that only load, and that only wait); a byte of memory "
+        f"{copy_byte - l2_byte:.0f} pJ beside L2's (a copy of 4 GiB costs {copy_byte:.0f} pJ per "
+        "byte read or written). Products have the price that closes the account: "
+        f"{product:.2f} J per TFLOP. Bytes and instructions as counted (next table). The sums are "
+        f"{min(closing):.3f} to {max(closing):.3f} of what the card's counter says; voltage falls "
+        "with the clock, so one price is a little high for the layer and low for dense.",
         "",
         "| case | direction | who | idle | products | L2 | memory | instructions | sum "
         "| measured |",
@@ -125,19 +128,19 @@ def joules_table(runs: list[Report], prices: Report | None) -> list[str]:
 
 
 def account(
-    energy: list[Report], traffic: list[Report], copy: Report, prices: Report
+    energy: list[Report], traffic: list[Report], idle_watts: float, prices: Report
 ) -> tuple[float, ...]:
     """Joules of one call: idle, products, L2, memory, instructions.
 
     A copied byte passes memory and L2, so memory alone costs the difference.
     """
     flops = CASES[energy[0]["case"]].flops(energy[0]["direction"])
-    product, l2_byte, instruction = (prices[name] for name in PRICES)
+    product, l2_byte, copy_byte, instruction = (prices[name] for name in PRICES)
     return (
-        copy["idle_watts"] * _mean(energy, lambda row: row["ms"]) / 1e3,
+        idle_watts * _mean(energy, lambda row: row["ms"]) / 1e3,
         product * flops / 1e12,
         1e-12 * l2_byte * _mean(traffic, _l2),
-        1e-12 * (copy["pj_per_byte"] - l2_byte) * _mean(traffic, _memory),
+        1e-12 * (copy_byte - l2_byte) * _mean(traffic, _memory),
         1e-9 * instruction * _mean(traffic, _instructions),
     )
 
@@ -198,9 +201,10 @@ def traffic_table(runs: list[Report]) -> list[str]:
         "more of them than the L2 cache holds. L2: what its slices serve, transfers between its "
         "two halves included, which stand apart as well.",
         "",
-        "| case | direction | once, GB: dense | layer | memory, GB: dense | layer "
-        "| L2, GB: dense | layer | between halves, GB: dense | layer "
-        "| M warp instructions: dense | layer | tensor pipes busy, %: dense | layer |",
+        "| case | direction | GB once, dense | GB once, layer | GB of memory, dense "
+        "| GB of memory, layer | GB of L2, dense | GB of L2, layer | GB between halves, dense "
+        "| GB between halves, layer | M warp instructions, dense | M warp instructions, layer "
+        "| % tensor pipes busy, dense | % tensor pipes busy, layer |",
         "|---|---|" + "---|" * 12,
         *lines,
     ]

@@ -33,6 +33,7 @@ COLUMNS = (
 )
 LARGE_EXPERTS = ("dsv3-rank", "kimi-16", "mixtral")
 PEERS = ("torch eager", "torch compiled", "SonicMoE", "Liger")
+KEEPING = ("SonicMoE", "Liger")  # whose forward keeps what their backward needs
 MOST_SAVING = 1.03  # time with saving / without
 MOST_SCHEDULE_US = 40.0  # of one rank, T 8192, E 128, K 8
 SCHEDULE_CASE = "qwen3"
@@ -131,7 +132,7 @@ def _target(target: float | None, digits: int = 2) -> str:
 def runs_tables(runs: list[Report], names: dict[int, str]) -> list[str]:
     """All tables over runs as lines of Markdown. names: a link to each run's report, by id()."""
     dtypes = {"": TABLE_CASES, ":mxfp8": tuple(f"{case}:mxfp8" for case in TABLE_CASES)}
-    parts = [runs_list(runs, names)]
+    parts = [runs_list(runs, names), cases_table(runs)]
     parts += [targets_table(runs, cases) for cases in dtypes.values()]
     parts += [peers_table(runs), small_table(runs), other_targets_table(runs)]
     return [line for part in parts if part for line in (*part, "")]
@@ -140,18 +141,34 @@ def runs_tables(runs: list[Report], names: dict[int, str]) -> list[str]:
 def runs_list(runs: list[Report], names: dict[int, str]) -> list[str]:
     """Which run was made when and on which card."""
     lines = [
-        "| run | made | GPU | card | driver, CUDA | kernels | report |",
-        "|---|---|---|---|---|---|---|",
+        "| made | GPU | card | driver, CUDA | kernels | report |",
+        "|---|---|---|---|---|---|",
     ]
-    for number, run in enumerate(runs, 1):
+    for run in runs:
         facts = run["device"]
         made = " ".join(part for part in when(run) if part)
         lines.append(
-            f"| {number} | {made} | {facts['gpu']} | {facts.get('gpu_id', 'not recorded')} "
+            f"| {made} | {facts['gpu']} | {facts.get('gpu_id', 'not recorded')} "
             f"| {facts['driver']}, {facts['cuda']} | {facts.get('kernels', 'not recorded')} "
             f"| {names[id(run)]} |"
         )
     return lines
+
+
+def cases_table(runs: list[Report]) -> list[str]:
+    """Shapes of the cases that were timed."""
+    timed = {row["case"].partition(":")[0] for run in runs for row in run["rows"]}
+    lines = [
+        f"| {c.name} | {c.num_tokens} | {c.hidden_size} | {c.intermediate_size} | {c.num_experts} "
+        f"| {c.top_k} | {c.routing} |"
+        for c in CASES.values()
+        if c.name in timed
+    ]
+    head = [
+        "| case | tokens | hidden size | intermediate size | experts | top-k | routing |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return head + lines if lines else []
 
 
 def targets_table(runs: list[Report], cases: Iterable[str]) -> list[str]:
@@ -184,16 +201,19 @@ def peers_table(runs: list[Report]) -> list[str]:
         for direction, ours in COLUMNS[:2]:
             cells = []
             for peer in peers:
-                faster = quotients(runs, case, direction, ours, peer)
+                saving = direction == "forward" and peer in KEEPING
+                mine = f"{ours}, saving" if saving else ours
+                faster = quotients(runs, case, direction, mine, peer)
                 values = values_of(runs, case, direction, peer)
                 cells += [spread(values), spread(faster, below(1.0), why(case, direction), 2)]
-            mine = spread(values_of(runs, case, direction, ours))
             if any(cell != "–" for cell in cells):
-                lines.append(f"| {case} | {direction} | {mine} | {' | '.join(cells)} |")
+                shown = spread(values_of(runs, case, direction, ours))
+                lines.append(f"| {case} | {direction} | {shown} | {' | '.join(cells)} |")
     columns = "".join(f"| {peer} | {peer} / mok_ref " for peer in peers)
     head = [
-        "Beside others in the same runs: ratio to dense cuBLAS, and how much longer they take "
-        "(backward: bf16 dW, as they write it).",
+        "Beside others in the same runs: ratio to dense cuBLAS, and how much longer they take. "
+        "Backward: bf16 dW, as they write it. Forward of SonicMoE and Liger keeps what their "
+        "backward needs: they stand beside this layer's forward that saves gate and up.",
         "",
         f"| case | direction | mok_ref {columns}|",
         "|---|---|---|" + "---|---|" * len(peers),

@@ -9,6 +9,7 @@ objects with any keys (`Each`); other keys than the named ones are let through.
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -167,6 +168,19 @@ def page_with_tables(page: Path, made: Mapping[tuple[str, str], str]) -> str:
             raise ValueError(f"{page} must have one pair of markers {begin!r}, {end!r}")
         text = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
     return text
+
+
+def check_own_links(page: Path, text: str, begin: str, end: str) -> None:
+    """What stands around the tables may link to them: they must be there.
+
+    Raises: ValueError naming a heading that is linked to and that the page has not.
+    """
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+    around = text.partition(begin)[0] + text.partition(end)[2]
+    for link in re.findall(r"\]\(#([^)]+)\)", around):
+        if link not in anchors:
+            raise ValueError(f"{page} links to #{link}, which these reports do not make")
 
 
 def write_between_markers(page: Path, made: Mapping[tuple[str, str], str]) -> None:

@@ -11,7 +11,9 @@ kernels. L2 counts what its slices serve, transfers between its two halves inclu
 from __future__ import annotations
 
 import csv
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mok_ref.bench.cases import CASES, TABLE_CASES
-from mok_ref.bench.entry import one_line_errors, require_gpu
+from mok_ref.bench.entry import one_line_errors, require_gpu, script_parser
 
 CALLS = (
     ("forward", "dense cuBLAS"),
@@ -44,6 +46,7 @@ COUNTERS = {  # of a TrafficRow: (metric, what one count of it is worth)
     "cycles": ("sm__cycles_elapsed.sum", 1),
 }
 BYTES = ("dram_read", "dram_written", "l2_read", "l2_written", "between_halves")
+COLUMNS = ("Kernel Name", "Metric Name", "Metric Value")  # of what ncu writes
 RANGE = "call"  # and a number: which call a kernel belongs to
 SECONDS_PER_CASE = 60
 
@@ -104,30 +107,34 @@ def _command(ncu: str, log: Path, cases: Sequence[str]) -> list[str]:
 
 
 def _run(command: list[str], log: Path, seconds: float) -> None:
-    """Raises: TrafficError with what ncu, or the program under it, said last."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise TrafficError(f"traffic: ncu took more than {seconds:.0f} s") from None
-    if done.returncode != 0:
+    """Run ncu and the program under it; both are gone when the time is up.
+
+    Raises: TrafficError with what ncu, or the program under it, said.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=seconds)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # ncu and its program, not reaped yet
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TrafficError(f"traffic: ncu took more than {seconds:.0f} s") from None
+            raise
+    if process.returncode != 0:
         written = log.read_text(encoding="utf-8") if log.exists() else ""
-        said = [line for line in f"{done.stdout}\n{written}\n{done.stderr}".splitlines() if line]
+        said = [line for line in f"{written}\n{printed}".splitlines() if line]
         why = next((line for line in said if "ERROR" in line), said[-1] if said else "no word")
-        raise TrafficError(f"traffic: ncu ended with {done.returncode}: {why[:200]}")
+        raise TrafficError(f"traffic: ncu ended with {process.returncode}: {why[:200]}")
 
 
 def rows_of(log: str, cases: Sequence[str]) -> list[TrafficRow]:
     """Counts of all calls of `cases`, in the order of `CALLS`, from what ncu wrote.
 
-    Raises: TrafficError where a call or a counter is missing.
+    Raises: TrafficError where a call or a counter is missing or no number.
     """
-    lines = [line for line in log.splitlines() if line.startswith('"')]
-    sums: dict[str, dict[str, float]] = {}
-    for row in csv.DictReader(lines):
-        call = row["Kernel Name"].partition("/")[0]
-        counts = sums.setdefault(call, {})
-        value = float(row["Metric Value"].replace(",", ""))
-        counts[row["Metric Name"]] = counts.get(row["Metric Name"], 0.0) + value
+    sums = _sums_of(log)
     names = [(case, *call) for case in cases for call in CALLS]
     rows = []
     for number, (case, direction, contender) in enumerate(names):
@@ -138,6 +145,31 @@ def rows_of(log: str, cases: Sequence[str]) -> list[TrafficRow]:
         found = {name: round(counts[metric] * each) for name, (metric, each) in COUNTERS.items()}
         rows.append(TrafficRow(case, direction, contender, **found))
     return rows
+
+
+def _sums_of(log: str) -> dict[str, dict[str, float]]:
+    """Every counter of every range, summed over its kernels.
+
+    Raises: TrafficError naming the line that is not ncu's, or the counter that is no number.
+    """
+    lines = [line for line in log.splitlines() if line.startswith('"')]
+    first = next((i for i, line in enumerate(lines) if all(c in line for c in COLUMNS)), None)
+    if first is None:
+        raise TrafficError(f"traffic: ncu wrote no table with the columns {', '.join(COLUMNS)}")
+    sums: dict[str, dict[str, float]] = {}
+    for row in csv.DictReader(lines[first:]):
+        kernel, metric, text = (row[column] for column in COLUMNS)
+        if kernel is None or metric is None or text is None:
+            raise TrafficError(f"traffic: ncu wrote a row that ends early, of {kernel}")
+        try:
+            value = float(text.replace(",", ""))
+            if not 0 <= value < 1e18:
+                raise ValueError
+        except ValueError:
+            raise TrafficError(f"traffic: ncu gave {text!r} for {metric} of {kernel}") from None
+        counts = sums.setdefault(kernel.partition("/")[0], {})
+        counts[metric] = counts.get(metric, 0.0) + value
+    return sums
 
 
 def run_calls(cases: Sequence[str]) -> None:
@@ -180,8 +212,10 @@ def _calls_of(case: str) -> tuple[list[Callable[[], Any]], Callable[[], None]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The program that ncu watches."""
-    cases = list(sys.argv[1:] if arguments is None else arguments)
+    parser = script_parser(__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
     with one_line_errors():
+        cases = parser.parse_args(arguments).cases
         unknown = [case for case in cases if case not in CASES]
         if unknown or not cases:
             raise ValueError(f"cases must be of {', '.join(CASES)}, got {', '.join(cases)!r}")

@@ -21,6 +21,8 @@ from mok_ref.heap.protocol import HeapError, check_timeout, late_message
 LOOK_S = 0.02
 """How long a thread sleeps before it looks whether another has failed."""
 
+PER_THREAD_STREAM = 2  # cudaStreamPerThread: whichever thread names it means its own
+
 
 class VirtualCudaWorld:
     """What the virtual ranks of one process share; use with `mok_ref.heap.run_on_world`."""
@@ -110,14 +112,22 @@ class VirtualCudaHeap:
         """Stream-ordered: later work of every rank's stream sees earlier writes of all ranks'
         streams.
 
-        Raises: MokTimeoutError when another rank's thread failed or does not arrive in time.
+        Raises: MokTimeoutError when another rank's thread failed or does not arrive in time;
+        ValueError on the per-thread default stream, which no other thread can wait for.
         """
         self.status.check_timeout()
         if self.size == 1:
             return
         import cupy
 
-        self._world.streams[self.rank] = cupy.cuda.get_current_stream()
+        stream = cupy.cuda.get_current_stream()
+        if stream.ptr == PER_THREAD_STREAM:
+            self._world.arrival.abort()
+            raise ValueError(
+                "the current stream must be one that every thread can name, got the per-thread "
+                f"default stream (cupy.cuda.Stream.ptds) on rank {self.rank}"
+            )
+        self._world.streams[self.rank] = stream
         self._meet(phase, self._join_streams)
 
     def warm_up(self) -> None:

@@ -146,7 +146,9 @@ def minibatch_reason(best: Candidate) -> str:
         other = replace(choice, minibatch=size, macrobatch=size * choice.ring_slots)
         change = layer_ms(replace(setting, choice=other)) / here - 1
         texts.append(f"{size} rows {change:+.1%}")
-    return f"minibatch {choice.minibatch} rows (time of forward and backward: {', '.join(texts)})"
+    times = f"time of forward and backward: {', '.join(texts)}"
+    why = "" if best.memory.fits else "; no size fits: the ring's memory decides, not time"
+    return f"minibatch {choice.minibatch} rows ({times}{why})"
 
 
 def communication_reason(best: Candidate) -> str:

@@ -254,18 +254,20 @@ def communication_sms(hardware: Hardware) -> list[int]:
     return [sms for sms in COMMUNICATION_SMS if sms < hardware.num_sms]
 
 
-def rank_key(candidate: Candidate) -> tuple[bool, float]:
-    """Those that fit first, the fastest first; of those that do not fit, the leanest first."""
-    if candidate.memory.fits:
-        return False, -candidate.tokens_per_second
-    return True, candidate.memory.total
+def rank_key(candidate: Candidate) -> tuple[bool, float, float]:
+    """Those that fit first, the fastest first; of those that do not fit, the leanest first, and of
+    equally lean ones the fastest."""
+    return _rank(candidate, candidate.tokens_per_second)
 
 
-def closed_rank_key(candidate: Candidate) -> tuple[bool, float]:
+def closed_rank_key(candidate: Candidate) -> tuple[bool, float, float]:
     """`rank_key` by figures that simulated candidates and others share."""
-    if candidate.memory.fits:
-        return False, -candidate.closed_tokens_per_second
-    return rank_key(candidate)
+    return _rank(candidate, candidate.closed_tokens_per_second)
+
+
+def _rank(candidate: Candidate, tokens_per_second: float) -> tuple[bool, float, float]:
+    fits, total = candidate.memory.fits, candidate.memory.total
+    return not fits, 0.0 if fits else total, -tokens_per_second
 
 
 def best_per_split(found: list[Candidate], num: int) -> list[Candidate]:
