@@ -423,25 +423,21 @@ def bench(
     _refuse_mpiexec("bench")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be one of cpu, cuda, got {device!r}")
+    of_cpu = {"ranks": ranks}
     of_cuda = {"peers": peers, "bursts": bursts, "rounds": rounds}
-    for name, value in (of_cuda if device == "cpu" else {"ranks": ranks}).items():
+    mine, others = (of_cpu, of_cuda) if device == "cpu" else (of_cuda, of_cpu)
+    for name, value in others.items():
         if value is not None:
             raise ValueError(f"{name} must be left out with device {device}, got {value!r}")
-    repeats = repeats if repeats is not None else {"cpu": 2, "cuda": 20}[device]
-    bursts = 5 if bursts is None else bursts
-    rounds = 4 if rounds is None else rounds
-    commands.check_counts(repeats=repeats, bursts=bursts, rounds=rounds)
     if output is not None:
         _check_writable(output, ".json", "--output")
+    words = {"sizes": sizes, "directions": directions, "repeats": repeats, "output": output, **mine}
+    given: dict[str, Any] = {name: value for name, value in words.items() if value is not None}
+    good = True
     if device == "cpu":
-        chosen = ("small,medium" if sizes is None else sizes, "1,2,4" if ranks is None else ranks)
-        commands.bench_on_cpu(*chosen, directions, repeats, output, as_json)
-        good = True
+        commands.bench_on_cpu(**given, as_json=as_json)
     else:
-        peers = "dense,torch-eager" if peers is None else peers
-        sizes = "table" if sizes is None else sizes
-        more = (output, as_json, bursts, rounds)
-        good = commands.bench_cuda(sizes, directions, peers, repeats, *more)
+        good = commands.bench_cuda(**given, as_json=as_json)
     if output is not None and not as_json:
         _say_written("report", output)
     if not good:

@@ -67,7 +67,13 @@ from mok_ref.bench.page_runs import (
     runs_of_one_kind,
     targets_table,
 )
-from mok_ref.bench.report_files import BEGIN, END, check_own_links, write_between_markers
+from mok_ref.bench.report_files import (
+    BEGIN,
+    END,
+    anchors_of,
+    check_own_links,
+    write_between_markers,
+)
 from mok_ref.bench.timing import Protocol, Timing, time_contenders, turns
 from mok_ref.bench.variants import AroundRow, RankRow, SavingRow, time_ranks
 from mok_ref.gpu import compiler
@@ -352,8 +358,7 @@ def test_the_other_targets_have_rows() -> None:
 
 
 def test_reasons_of_missed_targets_are_headings_of_the_page() -> None:
-    headings = re.findall(r"^#+ (.+)$", (DOCS / "results.md").read_text("utf-8"), re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+    anchors = anchors_of((DOCS / "results.md").read_text("utf-8"))
     assert {link.removeprefix("#") for link in WHY.values()} <= anchors
 
 

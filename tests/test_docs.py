@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mok_ref.bench.report_files import anchors_of
 from mok_ref.casefile import Case, load_case
 from mok_ref.gpu.errors import input_message, timeout_message
 from mok_ref.gpu.params import ERROR_RECORD
@@ -22,12 +23,6 @@ NAMED = re.compile(rf"`((?:{FOLDERS})/[\w./{{}},-]+\.(?:py|cuh?|md|toml))")
 MEMBER = re.compile(r"`([\w/]+\.(?:py|cuh?)): (?:[a-z]+ )?(\w+)`")
 
 
-def anchors(text: str) -> set[str]:
-    """Names of a page's headings as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -38,7 +33,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         missing = not target.exists()
-        if missing or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+        if missing or (anchor and anchor not in anchors_of(target.read_text(encoding="utf-8"))):
             bad.append(link)
     bad += [name for name in NAMED.findall(text) if "{" not in name and not (ROOT / name).exists()]
     assert bad == []

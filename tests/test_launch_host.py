@@ -56,6 +56,13 @@ def step(config, heap, workspace, x, others, dy):
     return collect(as_host(y), layer.backward(context, dy))
 
 
+def device_arguments(config, inputs):
+    """x, what follows it, and dy of a case of one rank, as kernels read them."""
+    x, ids, weights, experts, _ = rank_arguments(config, inputs, 0)
+    x, ids, weights, dy = map(layer.on_device, (x, ids, weights, rank_dy(inputs, 0)))
+    return x, (ids, weights, type(experts)(*map(layer.on_device, experts)), None), dy
+
+
 def on_one_rank(work: Any) -> Any:
     with host_cuda_device():
         return run_virtual_cuda_ranks(1, work, timeout_s=60)[0]
@@ -80,14 +87,8 @@ def test_the_same_arrays_are_prepared_once_and_others_anew(monkeypatch) -> None:
 
         monkeypatch.setattr(schedule, "Launch", Counted)
         workspace = DeviceWorkspace(config, heap, 40, path="portable")
-        x, *others = rank_arguments(config, inputs, 0)
-        x, other_x = (cupy.asarray(as_host(a)) for a in (x, np.flip(np.asarray(x), 0)))
-        others = [
-            *(cupy.asarray(a) for a in others[:2]),
-            type(others[2])(*(cupy.asarray(as_host(w)) for w in others[2])),
-            None,
-        ]
-        dy = cupy.asarray(as_host(rank_dy(inputs, 0)))
+        x, others, dy = device_arguments(config, inputs)
+        other_x = cupy.asarray(np.flip(as_host(x), 0))
         results = [step(config, heap, workspace, x, others, dy)]
         first = len(made)
         results.append(step(config, heap, workspace, x, others, dy))
@@ -114,10 +115,7 @@ def test_a_known_step_only_enqueues(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(heap):
         workspace = DeviceWorkspace(config, heap, 40, path="portable")
-        x, ids, weights, experts, _ = rank_arguments(config, inputs, 0)
-        x, ids, weights = map(layer.on_device, (x, ids, weights))
-        others = (ids, weights, type(experts)(*map(layer.on_device, experts)), None)
-        dy = layer.on_device(rank_dy(inputs, 0))
+        x, others, dy = device_arguments(config, inputs)
         results = [step(config, heap, workspace, x, others, dy)]
         names = ("on_device", "prepare", "as_output", "set_params", "new_params")
         for name in (*names, "_check_apart", "_check_arrays", "forward_path", "backward_path"):
@@ -189,16 +187,8 @@ def test_every_recording_has_launches_of_its_own(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(schedule, "Launch", Counted)
         monkeypatch.setattr(portable, "warm_up", counted_warm_up)
         workspace = DeviceWorkspace(config, heap, 40, path="portable")
-        x, *others = (None if a is None else a for a in rank_arguments(config, inputs, 0))
-        x, others = (
-            layer.on_device(x),
-            [
-                *map(layer.on_device, others[:2]),
-                type(others[2])(*map(layer.on_device, others[2])),
-                None,
-            ],
-        )
-        dy, results, counts = layer.on_device(rank_dy(inputs, 0)), [], []
+        x, others, dy = device_arguments(config, inputs)
+        results, counts = [], []
 
         def run() -> None:
             made.clear()
@@ -276,12 +266,9 @@ def test_an_address_with_other_rows_is_another_step(dtype: str) -> None:
     counts = (40, 23, 40)
 
     def work(heap):
-        import cupy
-
         workspace = DeviceWorkspace(config, heap, 40, path="portable")
-        x, ids, weights, experts, _ = rank_arguments(config, inputs, 0)
-        rooms = [cupy.asarray(as_host(a)) for a in (x, ids, weights, rank_dy(inputs, 0))]
-        experts = type(experts)(*(cupy.asarray(as_host(w)) for w in experts))
+        x, (ids, weights, experts, _), dy = device_arguments(config, inputs)
+        rooms = (x, ids, weights, dy)
         results = []
         for count in counts:
             x, ids, weights, dy = (room[:count] for room in rooms)

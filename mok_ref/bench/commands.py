@@ -22,12 +22,12 @@ the cost, joules per call, bytes and instructions per call."""
 MAX_COUNT = 10_000  # of repeats, bursts, rounds
 
 
-def check_counts(**counts: int | None) -> None:
+def check_counts(**counts: int) -> None:
     """Raises: ValueError naming the first number of repetitions that is out of range."""
     for name, count in counts.items():
-        if count is not None and count < 1:
+        if count < 1:
             raise ValueError(f"{name} must be >= 1, got {count}")
-        if count is not None and count > MAX_COUNT:
+        if count > MAX_COUNT:
             raise ValueError(f"{name} must be at most {MAX_COUNT}, got {str(count)[:40]}")
 
 
@@ -97,7 +97,12 @@ def parse_peers(text: str) -> tuple[str, ...]:
 
 
 def bench_on_cpu(
-    sizes: str, ranks: str, directions: str, repeats: int, output: Path | None, as_json: bool
+    sizes: str = "small,medium",
+    ranks: str = "1,2,4",
+    directions: str = "forward,backward",
+    repeats: int = 2,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Run, print, write. Each row that is finished is named on stderr at once."""
     from mok_ref.bench.cpu import bench_cpu, bench_json, print_bench
@@ -135,11 +140,11 @@ def bench_cuda(
     sizes: str = "table",
     directions: str = "forward,backward",
     peers: str = "dense,torch-eager",
-    repeats: int | None = None,
+    repeats: int = Protocol.repeats,
     output: Path | None = None,
     as_json: bool = False,
-    bursts: int = 5,
-    rounds: int = 4,
+    bursts: int = Protocol.bursts,
+    rounds: int = Protocol.rounds,
 ) -> bool:
     """Run, print, write; False when a bit differed."""
     chosen, opponents, wanted = parse_sizes(sizes), parse_peers(peers), parse_directions(directions)
@@ -163,7 +168,7 @@ def bench_cuda(
         if output is not None:
             write_whole(output, report.to_json())
 
-    protocol = Protocol(repeats=repeats or 20, rounds=rounds, bursts=bursts)
+    protocol = Protocol(repeats=repeats, rounds=rounds, bursts=bursts)
     for what in chosen:
         if isinstance(what, str):
             run_experiment(what, report, opponents, instruments, keep)

@@ -170,13 +170,18 @@ def page_with_tables(page: Path, made: Mapping[tuple[str, str], str]) -> str:
     return text
 
 
+def anchors_of(text: str) -> set[str]:
+    """Names of a page's headings as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
 def check_own_links(page: Path, text: str, begin: str, end: str) -> None:
     """What stands around the tables may link to them: they must be there.
 
     Raises: ValueError naming a heading that is linked to and that the page has not.
     """
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+    anchors = anchors_of(text)
     around = text.partition(begin)[0] + text.partition(end)[2]
     for link in re.findall(r"\]\(#([^)]+)\)", around):
         if link not in anchors:
